@@ -1,11 +1,12 @@
-"""Streams, events and memory of a device, and meters of that memory.
+"""Streams, events, memory and memory meters of a device.
 
-On a CPU, all work is finished when its call returns. The rest of the package does not depend on the kind of
-device. It records an event when bytes are produced, passes the event to the thread that moves the bytes, and
-copies with :meth:`Device.copy`.
+On a CPU, all work is finished when its call returns. Other modules do not depend on the kind of device. A
+training thread records an event when bytes are produced, and the I/O thread that moves the bytes waits for
+this event.
 
-An accelerator runs asynchronously, so the host's clock does not time its work. :meth:`Device.mark` marks a
-point of that work without waiting for it. :meth:`Device.seconds` later returns when each mark was reached.
+An accelerator runs asynchronously, so the host's clock does not time the work of an accelerator.
+:meth:`Device.mark` marks a point in the work of a device without a wait. :meth:`Device.seconds` later returns
+the time at which each mark was reached.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ CACHE_LINE = 64
 """PyTorch aligns CPU allocations to this many bytes. Kernels may choose their code path by this alignment."""
 
 Mark = Any
-"""A point in the work of a device, and the time at which the device reaches the point. Only that device can
-read it."""
+"""A point in the work of a device, and the time at which the device reaches the point.
+
+Only the same device can read the time.
+"""
 
 
 class Event:
@@ -45,9 +48,9 @@ class Event:
         """Block the calling thread until the point is reached."""
 
     def wait(self, stream: object = None) -> None:
-        """Make a stream wait for the point.
+        """Make a stream wait for the point, without blocking the calling thread.
 
-        The default is the current stream. Do not block the calling thread.
+        The default stream is the current stream.
         """
 
     def query(self) -> bool:
@@ -56,8 +59,7 @@ class Event:
 
 
 READY = Event()
-"""The event of work that is finished when its call returns. All work of a CPU is finished when its call
-returns."""
+"""The event of work that is already finished. All work of a CPU is finished when its call returns."""
 
 
 class Device:
@@ -65,9 +67,10 @@ class Device:
 
     Attributes:
         torch_device: The PyTorch device.
-        pins_memory: Whether system calls cannot access the device's memory. Bytes are then copied through
-            pinned :meth:`host_memory`, whose allocation blocks the device.
-        runs_behind: Whether the device runs asynchronously. Work may then run after its call returns.
+        pins_memory: Whether bytes are copied through pinned :meth:`host_memory`, because system calls cannot
+            access the device's memory. Allocating pinned memory blocks the device.
+        runs_behind: Whether the device runs asynchronously, so that work may still run after its call has
+            returned.
         refuses_pinning: Whether pinning has failed, so that :meth:`host_memory` is pageable.
     """
 
@@ -82,22 +85,22 @@ class Device:
     def event(self, stream: Any = None) -> Event:  # noqa: ARG002 - a CPU has no streams
         """Record an event after all work submitted to a stream.
 
-        The default is the calling thread's current stream.
+        The default stream is the calling thread's current stream.
         """
         return READY
 
     def mark(self) -> Mark:
-        """Mark the point after all work submitted to the calling thread's stream. Nothing waits for the mark.
+        """Mark the point after all work submitted to the calling thread's stream, without a wait.
 
         On CUDA, a mark costs one or two microseconds and a place in the device's queue. A few marks for each
-        layer are cheap. A mark for each activation is not.
+        layer are cheap, but a mark for each activation is expensive.
         """
         return time.perf_counter()
 
     def seconds(self, marks: Sequence[Mark]) -> list[float]:
         """Return the times at which marks were reached, by the clock of the device.
 
-        This blocks until all marks are reached. Do not call it inside a step.
+        The call blocks until all marks are reached, so do not call this method inside a step.
 
         Returns:
             Seconds, one for each mark. Only differences within one list are meaningful.
@@ -105,10 +108,10 @@ class Device:
         return list(marks)
 
     def use(self, memory: torch.Tensor, stream: Any) -> None:
-        """Keep memory of another stream from being reused before ``stream`` has used it.
+        """Prevent the reuse of another stream's memory until ``stream`` has used the memory.
 
         Args:
-            memory: A tensor on the memory.
+            memory: A tensor with the memory.
             stream: A stream of this device.
         """
 
@@ -116,19 +119,19 @@ class Device:
         """Make this the current device of the calling thread. Every I/O thread calls this method."""
 
     def on_side_stream(self) -> AbstractContextManager[None]:
-        """Give the calling I/O thread its own stream within a block. Wait for that stream at the end."""
+        """Give the calling I/O thread its own stream in a block. At the end, wait for that stream."""
         return nullcontext()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
         """Copy bytes, and return when the copy is complete. I/O threads call this method.
 
-        On the host, this calls ``memmove``, which does not hold the GIL and does not wake PyTorch's thread
+        Copies within the host use ``memmove``, which does not hold the GIL and does not wake PyTorch's thread
         pool.
 
         Args:
             target: 1-D uint8 tensor on the host or on this device.
             source: 1-D uint8 tensor of the same size, on the host or on this device.
-            after: The copy starts when this point is reached.
+            after: The copy starts when the device has reached this event.
 
         Raises:
             ValueError: The sizes differ.
@@ -141,7 +144,8 @@ class Device:
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Allocate page-aligned host memory that this device can reach quickly.
 
-        On an accelerator the memory is pinned, which blocks the device. Call this rarely, and outside a step.
+        On an accelerator, the memory is pinned, which blocks the device. Call this method rarely, and outside
+        a step.
 
         Returns:
             A 1-D uint8 tensor of ``nbytes`` bytes. The memory is freed with the tensor.
@@ -157,7 +161,7 @@ class Accelerator(Device):
     """A GPU of CUDA or ROCm (PyTorch also calls ROCm "cuda"), or a device with the same functions.
 
     Args:
-        device: The device. Without an index, it is the current device of its type.
+        device: The device. Without an index, the current device of this type is used.
 
     Raises:
         UnsupportedError: PyTorch does not have the necessary functions for the device.
@@ -174,8 +178,8 @@ class Accelerator(Device):
         # each I/O thread.
         if "blocking" not in inspect.signature(make_event).parameters:
             raise UnsupportedError(
-                f"activations on a {wanted.type!r} device cannot be offloaded: PyTorch has no events for it "
-                "that let a thread sleep. Train on 'cpu' or 'cuda'"
+                f"activations on a {wanted.type!r} device cannot be offloaded: PyTorch has no blocking "
+                "events for this device. Train on 'cpu' or 'cuda'"
             )
         index = torch.accelerator.current_device_index() if wanted.index is None else wanted.index
         self.torch_device = torch.device(wanted.type, index)
@@ -213,7 +217,7 @@ class Accelerator(Device):
 
     @contextmanager
     def on_side_stream(self) -> Iterator[None]:
-        """Switch to the calling thread's side stream, and wait only for that stream at the end."""
+        """Switch to the calling thread's side stream in a block. At the end, wait only for this stream."""
         local = self._local
         if not hasattr(local, "stream"):
             local.stream = self._module.Stream(self.torch_device)
@@ -302,8 +306,8 @@ def has_peers() -> bool:
 class ByteRange:
     """Bytes of a storage. The range keeps the storage alive.
 
-    A transfer needs an address and a length. Creating a tensor takes two calls into PyTorch, so the training
-    thread creates no tensor. An I/O thread creates a tensor if it needs one.
+    A transfer needs only an address and a length. The training thread creates no tensor, because a tensor
+    takes two calls into PyTorch. An I/O thread creates a tensor if it needs one.
 
     Attributes:
         storage: The storage.
@@ -358,9 +362,9 @@ def new_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
 def aligned_range(nbytes: int, address: int, alignment: int, device: Device) -> ByteRange:
     """Allocate bytes at an address that equals ``address`` modulo the alignment.
 
-    The alignment has two purposes. First, direct I/O can fill the memory without a copy, because the bytes
-    have the same lead in the store. Second, a kernel that chooses its code path by alignment chooses the same
-    path for restored data. Its results are then equal bit for bit.
+    Direct I/O can then fill the memory without a copy, because the bytes have the same lead in the store. A
+    kernel that chooses its code path by alignment chooses the same path for restored data, so its results are
+    equal bit for bit.
 
     Args:
         nbytes: Payload in bytes.

@@ -5,7 +5,7 @@ caching allocator. On a CPU, a meter samples glibc's count of live bytes, becaus
 peak. No meter uses the counts of the offloader.
 
 Gradients and optimizer states that are allocated in the middle of a step are not activations.
-:class:`LiveBytes` counts them when they are created, and the meters leave them out.
+:class:`LiveBytes` counts the bytes of gradients and optimizer states, and the meters leave these bytes out.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ if TYPE_CHECKING:
 class MemoryMeter:
     """The peak of live bytes on an accelerator, by the statistics of PyTorch's caching allocator.
 
-    The allocator reports the peak of a period, but not its time. A period therefore ends when bytes are
-    allocated that are left out of the peak. If such bytes are freed within a period, the peak of the period
-    is an upper bound.
+    The allocator reports the peak of a period, but not the time of the peak. A period therefore ends when
+    bytes that do not count in the peak are allocated. If bytes that do not count are freed within a period,
+    the peak of the period is an upper bound.
 
     Args:
         device: The accelerator.
-        static: Returns the live bytes that are left out of the peak now.
+        static: Function that returns the live bytes that do not count in the peak.
 
     Attributes:
-        source: Source of the figure, for the run log.
+        source: Source of the peak, for the run log.
         samples: Whether the meter takes samples, and so knows the live bytes only at some moments.
-        seen: Called on any thread with two numbers: live bytes that count in the peak, and live bytes that
-            are left out.
-        whole_peak: The peak of all live bytes, including the bytes that are left out of :meth:`peak`.
+        seen: Called on any thread with two numbers: the live bytes that count in the peak, and the other live
+            bytes.
+        whole_peak: The peak of all live bytes, including bytes that do not count in :meth:`peak`.
         reserved: Largest number of bytes that the allocator held; None if the allocator does not report this
             number.
         samples_taken: Number of samples of the peak; None if the peak is exact.
-        is_thin: Whether the samples may have missed the peak. It is valid after :meth:`peak`.
-        returns_pages: Whether malloc returns freed memory to the system once it holds too much. It then has
-            more page faults, so a step that keeps everything does not need it.
+        is_thin: Whether the samples may have missed the peak; valid after :meth:`peak`.
+        returns_pages: Whether malloc returns freed memory to the system when it holds too much. Returned
+            memory causes page faults, so set this to False for steps that keep all activations.
     """
 
     samples = False
     returns_pages = True
 
     _COARSE = 1 / 64
-    """Share of the peak. The bytes that are left out of the peak may grow by this share within one period.
+    """Share of the peak by which the bytes that do not count in the peak may grow within one period.
 
-    Reading the statistics takes about 100 us on the host. This is too long to do it for each parameter.
+    Reading the statistics takes about 100 us on the host, which is too long to do for each parameter.
     """
 
     def __init__(self, device: torch.device, static: Callable[[], int] = lambda: 0) -> None:
@@ -90,9 +90,9 @@ class MemoryMeter:
         self._begin_stretch()
 
     def sample(self, grows_by: int = 0) -> None:
-        """Measure now.
+        """Measure now, at a moment when memory may be high.
 
-        Memory may be high, or ``grows_by`` bytes that are left out of the peak will be added next.
+        If ``grows_by`` is not 0, this number of bytes that do not count in the peak is allocated next.
         """
         born = self._static() + grows_by - self._static_before
         if not self._is_paused and born > self._COARSE * self._peak:
@@ -100,16 +100,16 @@ class MemoryMeter:
             self._begin_stretch(grows_by)
 
     def cut(self) -> int:
-        """Begin a new section of the step with its own peak, and return the live bytes.
+        """End a period of measurement, begin the next period, and return the live bytes.
 
-        Earlier moments do not count in the peak of the new section.
+        The peak of the next period does not include earlier moments.
         """
         self._end_stretch()
         self._begin_stretch()
         return self.live()
 
     def pause(self) -> None:
-        """Leave all live bytes out of the peak until :meth:`resume`. ``seen`` is still called."""
+        """Count no bytes in the peak until :meth:`resume`. :attr:`seen` is still called."""
         self.cut()
         self._is_paused = True
 
@@ -148,13 +148,14 @@ REST, REST_CLOSELY = 49, 9
 of a core.
 
 In steps that are measured closely, the sampling thread takes at most a tenth of a core. The time of a sample
-is its processor time. Its time by the clock would include waits for the GIL, because reading the count
-releases the GIL.
+is its processor time, because its wall-clock time would include waits for the GIL.
 """
 
 HIGHEST = 16
-"""Number of the highest samples of a closely measured step. Later steps always take a sample at these
-moments."""
+"""Number of the highest samples of a closely measured step.
+
+Later steps always take samples at the moments of the highest samples.
+"""
 
 THIN = 0.25, 0.02
 """Longest time without a sample, as a share of the step and in seconds. If a time without a sample is longer
@@ -168,17 +169,16 @@ of bytes. If malloc exceeds the limit, it is set to return freed memory."""
 class MallocMeter(MemoryMeter):
     """The peak of malloc's live bytes.
 
-    A thread takes samples. The training thread takes samples when memory changes.
+    A separate thread takes samples, and the training thread takes samples when memory changes.
 
-    A sample takes 4 us in a small process. It takes 100 to 700 us if the heap has a thousand free blocks,
-    because glibc visits all of them. After each sample there is therefore a pause for all threads. In this
-    pause only :meth:`cut` takes samples. On a busy machine, the sampling thread runs rarely. The training
-    thread can sample at the same moments in each step, so the meter learns at which of these moments memory
-    is highest.
+    A sample takes 4 us in a small process. A sample takes 100 to 700 us if the heap has a thousand free
+    blocks, because glibc visits all free blocks. Each sample is therefore followed by a pause, in which only
+    :meth:`cut` takes samples. On a busy machine, the sampling thread runs rarely. The training thread can
+    sample at the same moments in each step, so the meter learns at which moments memory is highest.
 
     Args:
         period: Minimum number of seconds between two samples of the thread.
-        static: Returns the live bytes that do not count at the moment.
+        static: Function that returns the live bytes that do not count in the peak.
 
     Raises:
         UnsupportedError: malloc does not count PyTorch's allocations.
@@ -236,10 +236,11 @@ class MallocMeter(MemoryMeter):
         return max(self._period, self._rests_until - time.perf_counter())
 
     def cut(self) -> int:
-        """Take a sample and return it.
+        """Take a sample, and return its live bytes.
 
-        Reading the count releases the GIL. A gradient that is created or freed during this time is left out.
-        One sample that is too low does not change a maximum much, but one sample that is too high does.
+        Reading the count releases the GIL, so a gradient may be created or freed during a sample. The sample
+        leaves this gradient out, because one sample that is too low hardly changes the peak, but one that is
+        too high does.
         """
         with self._lock:  # otherwise a sample from before a reset could be added after the reset
             static, began = self._static(), time.thread_time()
@@ -286,7 +287,7 @@ class MallocMeter(MemoryMeter):
 
 
 def _watch(meter: weakref.ref[MallocMeter], watching: threading.Event, closed: threading.Event) -> None:
-    """Take samples for a meter until it is closed. If the meter was freed, end within a second."""
+    """Take samples for a meter until the meter is closed. End within a second if the meter was freed."""
     rest = 0.0
     while not closed.wait(rest):
         watching.wait(1.0)
@@ -307,13 +308,12 @@ class _MallInfo2(ctypes.Structure):
 def malloc_count() -> Callable[[], tuple[int, int]]:
     """Return a function that returns the live bytes of this process, and the bytes that malloc holds.
 
-    A process has glibc's functions even if another allocator was preloaded. In this case glibc counts almost
-    no bytes. The count is therefore tested: after an allocation of PyTorch, it must grow by the same number
-    of bytes, with a tolerance of a sixteenth. Other threads may allocate during the test.
+    If another allocator is preloaded, the process still has glibc's functions, but glibc counts almost no
+    bytes. The count is therefore tested: after an allocation of PyTorch, the count must grow by the same
+    number of bytes. A sixteenth is tolerated, because other threads may allocate during the test.
 
     Raises:
-        UnsupportedError: The count does not grow. The reason is musl, glibc before 2.33, or another
-            allocator.
+        UnsupportedError: The count does not grow, because of musl, glibc before 2.33, or another allocator.
     """
     function = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if function is not None:
@@ -338,7 +338,7 @@ def meter_of(device: Device, static: Callable[[], int] = lambda: 0) -> MemoryMet
 
     Args:
         device: The device of the model.
-        static: Returns the live bytes that do not count at the moment.
+        static: Function that returns the live bytes that do not count in the peak.
 
     Raises:
         UnsupportedError: malloc does not count live bytes on this CPU.
@@ -348,12 +348,12 @@ def meter_of(device: Device, static: Callable[[], int] = lambda: 0) -> MemoryMet
 
 
 class ResidentPeak:
-    """The peak of the resident memory of this process, from the operating system. Linux can reset it."""
+    """The peak of the resident memory of this process, as Linux counts it."""
 
     def reset(self) -> None:
-        """Set VmHWM to the current resident size.
+        """Reset the peak, which Linux calls VmHWM, to the current resident size.
 
-        If this is not allowed, the peak is the peak of the whole run.
+        If Linux does not allow a reset, :meth:`read` returns the peak of the whole run.
         """
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
@@ -372,8 +372,8 @@ class LiveBytes:
 
     Each storage is counted once, from :meth:`add` until it is freed.
 
-    A gradient counts as soon as autograd stores it in its parameter. While backward computes the gradient, it
-    is a temporary tensor. A gradient that is added to an existing gradient is also a temporary tensor.
+    A gradient counts as soon as autograd stores it in its parameter. Before that, the gradient is a temporary
+    tensor and does not count. A gradient that autograd adds to an existing gradient never counts.
 
     Args:
         device: The device. Storages on other devices do not count.
@@ -495,8 +495,9 @@ def available_bytes(device: torch.device, *, root: Path = Path("/")) -> int:
 def fitting_bytes(device: torch.device) -> int:
     """Return nine tenths of the bytes that this process may use on a device.
 
-    For an accelerator, this is the size of its memory minus the bytes of other processes. For a CPU, this is
-    the sum of malloc's live bytes, which budgets count, and the memory that this process may still allocate.
+    For an accelerator, a process may use the device's memory minus the bytes of other processes. For a CPU, a
+    process may use the sum of malloc's live bytes, which budgets count, and the bytes that it may still
+    allocate.
 
     Raises:
         UnsupportedError: The kernel does not report the memory.
@@ -519,8 +520,8 @@ cache."""
 def _group_bytes(root: Path) -> Iterator[int]:
     """Yield the free bytes of each control group of this process, and of each group above it.
 
-    Inside a container, the path of a group may be a path of the host that does not exist in the container.
-    The mount is then the group of the container.
+    Inside a container, the path of a group may exist only on the host. The mount itself is then the group of
+    the container.
     """
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controller, path = line.split(":", 2)

@@ -1,11 +1,11 @@
-"""The states of a saved storage, from its save to the use of its bytes. Read this module first.
+"""The states of a saved storage, from its save to the use of its bytes in backward.
 
-Training threads own all state, under one lock. They may wait for I/O while they hold the lock, because I/O
-threads never take it. An I/O thread moves bytes, drops the memory of a finished write, and appends the
-transfer to ``completed``. A training thread updates the state in its next call.
+Training threads own all state, under one lock. A training thread may wait for I/O while it holds the lock,
+because I/O threads never take this lock. An I/O thread moves bytes, drops the memory of a finished write, and
+appends the transfer to ``completed``. A training thread updates the state in its next call of the offloader.
 
-If a step fails or is interrupted, :meth:`Offloader.abandon` discards the whole step. No method here therefore
-has to repair state after an interrupt.
+If a step fails or is interrupted, :meth:`Offloader.abandon` discards the whole step. No method has to repair
+state after an interrupt.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Offloader:
     """The object that moves saved storages between memory and a store.
 
     Args:
-        store: The store. No other code may have extents in it. The offloader does not close it.
+        store: The store. No other code may use this store. The offloader does not close the store.
         device: The device with the activations.
         window: Upper limit of the bytes in flight; ``None`` for no limit.
         keep_when_full: Whether bytes that cannot be written stay in memory and are counted. If False, a
@@ -58,8 +58,8 @@ class Offloader:
         store: As given.
         device: As given.
         window: The in-flight window, which counts bytes in memory.
-        keep_when_full: As given. It may be changed between steps.
-        marks_stalls: Whether waits are also marked in the work of the device.
+        keep_when_full: As given; may be changed between steps.
+        marks_stalls: Whether waits for I/O are also marked on the device.
     """
 
     def __init__(
@@ -85,15 +85,15 @@ class Offloader:
     def save(
         self, storage: torch.UntypedStorage, key: Hashable, *, at_once: bool = False, is_filling: bool = False
     ) -> SavedStorage:
-        """Take over a storage. Its bytes are written later, from the queue of pending writes.
+        """Take over a storage, and add its write to the pending writes.
 
         Args:
             storage: The storage.
             key: Name of the activation.
-            at_once: Whether to queue all pending writes now. Otherwise a drive may have no work although
-                writes are pending, and may then seem too slow.
-            is_filling: Whether the operation that saves the storage may still write to it. Its bytes are not
-                read before the caller resets this attribute.
+            at_once: Whether to queue all pending writes now. A drive that is idle while writes are pending
+                would seem too slow.
+            is_filling: Whether the operation that saves the storage may still write to it. The bytes are not
+                read before the caller resets :attr:`SavedStorage.is_filling`.
 
         Raises:
             TransferError: The window is full, and a drive does not answer.
@@ -137,8 +137,8 @@ class Offloader:
     def _flush(self, held_back: int) -> None:
         """Queue the oldest pending writes until at most ``held_back`` bytes are pending.
 
-        Writes are queued in batches. Between two hooks, the model's data replaces this code in the
-        processor's caches. In a batch, only the first write has to load the code again.
+        Writes are queued in batches. Between two hooks, the model's data replaces the code of this method in
+        the processor's caches. In a batch, only the first write has to load the code again.
         """
         pending, batch, events = self._pending, list[Transfer](), dict[Any, Any]()
         while pending and (not held_back or self._pending_bytes > held_back):
@@ -162,13 +162,13 @@ class Offloader:
             self.store.write(batch)
 
     def _make_room(self, nbytes: int) -> None:
-        """Wait until ``nbytes`` bytes fit into the window. If no I/O is running, admit them anyway."""
+        """Wait until ``nbytes`` bytes fit into the window, or until no I/O is running."""
         window, began = self.window, time.perf_counter()
         mark = self.device.mark() if self.marks_stalls else None
         while window.rules.is_crowded(window.in_flight, nbytes):
             self._flush(0)
-            # All other bytes in memory are in use, or only this thread can free them. Waiting for them would
-            # be a deadlock.
+            # All other bytes in memory are in use, or only this thread can free them. To wait longer would be
+            # a deadlock.
             if not self._finish_writes() and not self._give_up_farthest():
                 break
         self._stalled(began, mark)
@@ -180,10 +180,10 @@ class Offloader:
         """Return the bytes of a saved storage, from memory or by a read.
 
         Args:
-            handle: The handle of the saved tensor. It may be passed several times.
+            handle: The handle of the saved tensor. The same handle may be passed several times.
 
         Returns:
-            A storage, and the position of the payload's first byte in it.
+            A storage, and the position of the payload's first byte in this storage.
 
         Raises:
             SessionError: The step of the saved storage was discarded, or this is a forked child.
@@ -192,8 +192,8 @@ class Offloader:
         saved = handle.saved
         if self._is_inert:  # a thread of the parent may have held the lock
             raise SessionError(
-                f"{saved.key} was saved before this process was forked. Only the parent can run backward "
-                "through that graph, not a forked child"
+                f"{saved.key} was saved before this process was forked. Only the parent process can run "
+                "backward through the graph of this activation"
             )
         with self._lock:
             if self._completed or self._dead:
@@ -223,9 +223,9 @@ class Offloader:
             return memory, saved.start
 
     def _forward(self, saved: SavedStorage, memory: torch.UntypedStorage) -> None:
-        """Return memory that still exists.
+        """Use the memory of a saved storage that still exists.
 
-        If no other handle needs it, keep the memory and cancel its write.
+        If no other handle needs the storage, keep its memory and cancel its write.
         """
         stats = self.window.stats
         if not saved.was_used:
@@ -262,7 +262,7 @@ class Offloader:
             self._wait(ref.write, ref)
             self._drain()
         if ref.extent is None:
-            raise _transfer_error("keep", ref, "its owner has freed or resized its memory")
+            raise _transfer_error("keep", ref, "the program has freed or resized the saved tensor's memory")
         try:
             room = self._allocate(saved)
         except torch.OutOfMemoryError:
@@ -339,13 +339,13 @@ class Offloader:
     def prefetch(self, upcoming: Iterable[tuple[SavedRef, bool]]) -> None:
         """Start reads of the activations that backward uses next, until the window is full.
 
-        Activations that are still in memory stay there. Their writes are cancelled, unless they are already
-        running.
+        Activations that are still in memory stay in memory, and their queued writes are cancelled.
 
         Args:
-            upcoming: Saved storages in the order of their use. Each has a flag that says whether a forward
-                pass comes before its use. A forward pass needs most of the window, so the reads fill only a
-                part of it. If there is no room for an item, the next call must get this item again.
+            upcoming: Saved storages in the order of their use, each with a flag: whether a forward pass comes
+                before the use. A forward pass needs most of the window, so reads before a forward pass fill
+                only a part of the window. If there is no room for an item, the next call must get this item
+                again.
         """
         rooms = list[tuple[SavedStorage, ByteRange]]()
         if self._is_inert:
@@ -473,7 +473,7 @@ class Offloader:
             self.store.release(ref.extent)
 
     def _cancel_write(self, ref: SavedRef) -> bool:
-        """Cancel a queued write; return False if it is running or has ended."""
+        """Cancel a queued write; return False if the write is running or has ended."""
         write = ref.write
         if write is None or not self.store.cancel(write):
             return False
@@ -482,7 +482,10 @@ class Offloader:
         return True
 
     def _not_written(self, transfer: Transfer, ref: SavedRef, saved: SavedStorage | None) -> None:
-        """Keep bytes in memory that could not be written. The policy decides whether this is an error."""
+        """Keep bytes in memory after a failed write.
+
+        The policy decides whether the failed write is an error.
+        """
         error: Any = transfer.error
         memory, transfer.memory = transfer.memory, None
         if saved is None:
@@ -501,7 +504,7 @@ class Offloader:
     def release_memory(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
         """Stop using the memory of a storage before its owner resizes the storage.
 
-        The owner resizes the storage again and fills it before backward.
+        Before backward, the owner resizes and fills the storage again.
 
         Raises:
             TransferError: A write that reads the memory does not end.
@@ -537,10 +540,10 @@ class Offloader:
             pass  # the caller checks the error of the transfer
 
     def _wait_for_batch(self, refs: Iterable[SavedRef], verb: str) -> None:
-        """Wait until the oldest transfers have ended. Their bytes together make up a batch.
+        """Wait until the oldest transfers, with the bytes of one batch, have ended.
 
-        Waiting for each transfer would cost more, because this thread needs as much time to wake up as a
-        small transfer needs.
+        Waiting for each transfer would take longer, because a thread needs as much time to wake up as a small
+        transfer takes.
 
         Raises:
             TransferError: See :meth:`_wait`.
@@ -621,15 +624,15 @@ class Offloader:
         """Raise the error of a failed transfer, if there is one. Warn once about each drive that failed.
 
         Raises:
-            TransferError: A transfer failed. The message has the layer, the cause and the remedy.
+            TransferError: A transfer failed.
         """
         for place, cause in self.store.take_outages():
             if self.keep_when_full and place not in self._warned_places:
                 self._warned_places.add(place)
                 warn(
-                    f"a drive failed and is left alone: {place}: {cause}. Its writes go to other drives, or "
-                    "stay in memory, even beyond budget.activation_bytes. After a pause the drive is tried "
-                    "again. Check the drive, or choose another directory",
+                    f"a drive failed and takes no writes for a while: {place}: {cause}. Activations go to "
+                    "other drives or stay in memory, even beyond budget.activation_bytes. Check the drive, "
+                    "or choose another directory",
                     RuntimeWarning,
                 )
         if self._failures:
@@ -639,12 +642,12 @@ class Offloader:
                 self._failures.clear()  # the next step must not raise other failures of this step
 
     def resize_window(self, window: int | None) -> None:
-        """Set the upper limit of the bytes in flight. Call this between steps."""
+        """Set the upper limit of the bytes in flight, between two steps."""
         self.window.resize(window)
         self.store.spill_bytes = self.window.rules.spills_above
 
     def become_inert(self) -> None:
-        """Make the offloader unusable, because this is a forked child."""
+        """Make the offloader unusable in a forked child."""
         self._is_inert = True
 
 
@@ -657,8 +660,8 @@ _REMEDIES = {
 
 
 def _transfer_error(verb: str, ref: SavedRef, cause: BaseException | str, where: str = "") -> TransferError:
-    """Return the error of a failed transfer. Its text has the layer, the cause and the remedy."""
-    # These two errors have their own remedy.
+    """Return the error of a failed transfer, with the layer, the cause and the remedy."""
+    # A ``HangingError`` and a ``DeviceError`` have their own remedy.
     ending = "" if isinstance(cause, (HangingError, DeviceError)) else f"; {_REMEDIES[verb]}"
     error = TransferError(f"could not {verb} {ref.nbytes} bytes of {ref.key}{where}: {cause}{ending}")
     error.__cause__ = cause if isinstance(cause, BaseException) else None

@@ -1,4 +1,4 @@
-"""Classes for one storage that autograd saved. The offloader's own lists refer to it by a weak handle.
+"""A storage that autograd saved, its handles, and its weak handle in the offloader's lists.
 
 ::
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 class State(enum.Enum):
     """The place of a saved storage's bytes."""
 
-    PENDING = "in memory; its write is not queued yet"
-    WRITING = "in memory until its write ends"
-    STORED = "in the store, perhaps restored to memory as well"
+    PENDING = "in memory, before the write is queued"
+    WRITING = "in memory until the write ends"
+    STORED = "in the store, and perhaps also restored to memory"
     KEPT = "in memory until the last handle is gone"
 
 
 class Unread:
     """An object that all unused handles of a saved storage hold, except the first handle.
 
-    When the last of these handles is used or dropped, the restored storage loses its strong reference. A
-    count would need a finalizer.
+    When the last handle with this object is used or dropped, the restored storage loses its strong reference.
+    Counting handles would need a finalizer.
 
     Attributes:
         memory: The restored storage.
@@ -51,14 +51,14 @@ FIRST = Unread()
 
 
 class Handle:
-    """The reference of one saved tensor to a saved storage. Autograd owns it.
+    """The reference of one saved tensor to a saved storage. Autograd owns the reference.
 
-    Most storages have one handle. The first handle creates no further object, because each object takes time
-    in the cyclic garbage collector.
+    Most storages have one handle. The first handle of a storage creates no :class:`Unread`, because each
+    object takes time in the cyclic garbage collector.
 
     Attributes:
         saved: The saved storage.
-        unread: Set until backward uses this handle. For the first handle it is ``FIRST``.
+        unread: ``FIRST`` or an :class:`Unread` until backward uses this handle; then ``None``.
     """
 
     __slots__ = ("saved", "unread")
@@ -77,30 +77,30 @@ class Handle:
 
 
 class SavedStorage:
-    """One storage at one version. Only autograd's handles keep it alive.
+    """One storage at one version. Only autograd's handles keep this object alive.
 
     Attributes:
-        key: Name of the activation. Its text has the layer and the micro-batch.
+        key: Name of the activation, with the layer and the micro-batch.
         nbytes: Size in bytes.
-        memory: The storage, if this object holds it: its write is not queued yet, it is kept, or it was
-            restored for the first handle. A queued write holds its own reference to the storage.
-        alive: Weak reference to the original storage. After a read, it refers to the restored storage.
-        start: First byte of the payload in the storage. It is not 0 if a read aligned the payload for direct
-            I/O.
+        memory: The storage, before its write is queued, if it is kept, or if it was restored for the first
+            handle; else ``None``. A queued write holds its own reference to the storage.
+        alive: Weak reference to the original storage or, after a read, to the restored storage.
+        start: First byte of the payload in the storage; above 0 if a read aligned the payload for direct I/O.
         address: Original address of the payload. Restored bytes have the same address modulo the store's
             alignment.
         state: The place of the bytes.
-        stream: The stream that produced the bytes. After a read, it is the stream of the restored memory.
+        stream: The stream that produced the bytes or, after a read, the stream of the restored memory.
         is_filling: Whether the operation that saved the storage may still write to it.
         is_restored: Whether ``alive`` refers to restored memory.
         was_used: Whether backward has used the storage.
         was_held: Whether another reference kept the memory alive until the first use.
         first_waits: Whether the first handle is still unused; ``None`` before the first handle exists.
-        unread: Weak reference to the object that the other unused handles hold.
+        unread: Weak reference to the :class:`Unread` of the unused handles after the first handle.
         ref: The weak handle in the offloader's lists.
-        source: Weak reference to the storage that autograd saved. For a dense copy it differs from ``alive``.
+        source: Weak reference to the storage that autograd saved. For a dense copy, ``source`` and ``alive``
+            differ.
         probe: A tensor that shares the version counter of the saved tensor.
-        version: The value of that counter when the storage was saved.
+        version: The version of the saved tensor at its save.
         trace: The record of this storage in the step's trace.
     """
 
@@ -142,10 +142,10 @@ class SavedStorage:
 
 
 class SavedRef(weakref.ref["SavedStorage"]):
-    """Weak handle of a :class:`SavedStorage`, with everything that must be released when that object dies.
+    """Weak handle of a :class:`SavedStorage`, with everything that must be released after the saved storage.
 
-    The callback is a C function that appends to a queue. The cyclic garbage collector may call the callback
-    while any lock is held. No interrupt can occur in the callback.
+    The callback of the weak handle is a C function that appends to a queue. The cyclic garbage collector may
+    call this function while any lock is held, and no interrupt can occur in it.
 
     Attributes:
         key: The key of the saved storage.

@@ -1,4 +1,4 @@
-"""Counts of the bytes that the offloader has in memory, by the rules of the in-flight window. No I/O."""
+"""Counts of the bytes that the offloader has in memory, and the rules of the in-flight window."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ NOTICEABLE = 20e-6
 
 @dataclass(slots=True)
 class TransferStats:
-    """Figures since the last reset, in bytes unless stated otherwise.
+    """Figures of transfers since the last reset.
 
     Attributes:
-        offloaded: Written to the store.
-        read: Read from the store.
-        reread: Read again because the first read failed.
-        forwarded: Used from memory without a read.
-        given_up: Read ahead and dropped to make room.
-        held: Written although another reference kept the storage in memory, so that nothing was freed.
-        fallback_kept: Kept in memory because the write failed.
+        offloaded: Bytes written to the store.
+        read: Bytes read from the store.
+        reread: Bytes read again because the first read failed.
+        forwarded: Bytes that backward used from memory without a read.
+        given_up: Bytes that were read ahead and dropped to make room.
+        held: Bytes written although another reference kept the storage in memory, so nothing was freed.
+        fallback_kept: Bytes that stayed in memory because their write failed.
         full: Whether the store had no room for some of the bytes in ``fallback_kept``.
-        stall_seconds: Time that the training thread waited for I/O. An accelerator may have been busy during
-            this time.
+        stall_seconds: Time that the training thread waited for I/O. An accelerator may be busy during such a
+            wait.
         in_flight_peak: Largest number of bytes in flight.
-        own_peak: Largest number of bytes that the offloader itself kept in memory: in flight or kept.
+        own_peak: Largest number of bytes in the offloader's memory: in flight or kept.
         stalls: Start and end of each wait of the training thread, except very short waits.
-        marked_stalls: Marks in the work of the device before and after each wait, if requested.
+        marked_stalls: Marks on the device before and after each wait, if requested.
     """
 
     offloaded: int = 0
@@ -52,17 +52,17 @@ class TransferStats:
 
 
 class InFlightWindow:
-    """Byte counts of one offloader, whose lock protects them.
+    """Byte counts of one offloader, under the lock of the offloader.
 
     Attributes:
-        rules: The size of the window, and the rules that follow from it.
+        rules: The size of the window, and the rules that follow from this size.
         in_flight: Bytes that were saved and not yet freed, plus bytes of reads that backward has not used
             yet.
         read_ahead: The part of ``in_flight`` that was read ahead.
         settled: Bytes in memory that the window does not limit, because backward uses them or their write
             failed.
         stats: Figures since the last reset.
-        most_read_ahead: Upper limit of ``read_ahead``. It is set when the device runs out of memory.
+        most_read_ahead: Upper limit of ``read_ahead``, set when the device runs out of memory.
         due: Writes are queued when this number of bytes is pending.
         tight_above: All pending writes are queued when more bytes than this number are in flight.
     """
@@ -74,7 +74,7 @@ class InFlightWindow:
         self.resize(nbytes)
 
     def resize(self, nbytes: int | None) -> None:
-        """Set the upper limit of the bytes in flight. Call this between steps."""
+        """Set the upper limit of the bytes in flight, between two steps."""
         self.rules = rules = Window(nbytes)
         self.nbytes, self.batch, self.held_back = nbytes, rules.batch, rules.held_back
         self.due, self.fills_below = rules.held_back + rules.batch, rules.fills_below
