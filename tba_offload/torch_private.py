@@ -117,6 +117,9 @@ def users_of(storage: torch.UntypedStorage) -> int:
     return int(_C._storage_Use_Count(storage._cdata))
 
 
+references_to: Callable[[torch.Tensor], int] = methodcaller("_use_count")
+"""Return the number of references to a tensor in C++: one for its Python object, and those of autograd."""
+
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 tree_leaves = _pytree.tree_leaves
 

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from tba_offload.device import ByteRange, aligned_range, blank
 from tba_offload.layers.nested import modules_in
-from tba_offload.torch_private import is_transform_wrapper
+from tba_offload.torch_private import is_transform_wrapper, without_subclasses
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -193,9 +193,10 @@ class StaticStorages:
 
     def refresh(self, modules: Iterable[torch.nn.Module]) -> None:
         """Collect the storages again, between steps, because optimizers may replace storages."""
-        tensors = filter(_has_storage, chain.from_iterable(map(_static_tensors, modules)))
-        storages = (local_of(tensor).untyped_storage() for tensor in tensors)
-        self.addresses = {storage._cdata: weakref.ref(storage) for storage in storages}
+        with without_subclasses():  # otherwise an offloaded frozen weight would be read from the store
+            tensors = filter(_has_storage, chain.from_iterable(map(_static_tensors, modules)))
+            storages = (local_of(tensor).untyped_storage() for tensor in tensors)
+            self.addresses = {storage._cdata: weakref.ref(storage) for storage in storages}
 
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
         found = self.addresses.get(storage._cdata)

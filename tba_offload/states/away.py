@@ -11,19 +11,21 @@ from tba_offload.torch_private import factories, tree_leaves, without_subclasses
 
 _TENSOR: Any = torch.Tensor  # its descriptors are missing in the type stubs
 _KNOWN = (
-    *(name for name in dir(torch.Tensor) if name.startswith("is_")),
+    *(name for name in dir(torch.Tensor) if name.startswith("is_") and name != "is_nonzero"),
     *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "size", "stride", "numel", "dim"),
     *("nelement", "ndimension", "element_size", "storage_offset", "get_device", "requires_grad", "grad"),
     *("grad_fn", "retains_grad", "_version"),
 )
-_HARMLESS = {
+METADATA = {
     *(getattr(torch.Tensor, name) for name in _KNOWN),  # methods
     *(getattr(torch.Tensor, name).__get__ for name in _KNOWN),  # attributes
     *(factories.is_floating_point, factories.is_complex),
-    *(factories.zeros_like, factories.ones_like, factories.empty_like),
     *(_TENSOR.grad.__set__, _TENSOR.grad.__delete__),
 }
-"""Functions that need no bytes of a tensor. They read its metadata, or they read and set its gradient."""
+"""Functions that read the metadata of a tensor, or that read and set its gradient."""
+
+_HARMLESS = METADATA | {factories.zeros_like, factories.ones_like, factories.empty_like}
+"""Functions that need no bytes of a tensor."""
 
 _ALIASES = frozenset((_TENSOR.data.__get__, _TENSOR.detach))
 """Functions that return another tensor on the same memory."""

@@ -30,7 +30,8 @@ from tba_offload.torch_private import (
     is_transformed,
     untraced,
 )
-from tba_offload.weights.pieces import FrozenWeight, left_out, own_weights
+from tba_offload.weights.guard import FrozenWeight, Loans
+from tba_offload.weights.pieces import Part, left_out, own_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -48,7 +49,7 @@ _NONE = (
     "no frozen weight is offloaded: no frozen weight of the layers has min_tensor_bytes or more and is used "
     "only there, or weights.frozen is too small. Weights that are frozen later stay in memory"
 )
-_WITH = "with frozen weights in the store. Close the frozen weights first"
+_WITH = "with frozen weights in the store. Close the session first"
 _MOST_WAITS = 20_000
 """Largest number of recorded waits. A timeline has the same limit."""
 
@@ -81,8 +82,9 @@ class FrozenWeights:
     ) -> None:
         self.nbytes = self.resident_bytes = self.peak_bytes = 0
         self._count = count
-        self._lock = threading.RLock()
-        self._in_forward: set[tuple[int, int]] = set()  # thread and layer
+        self._loans = Loans(tell)
+        self._lock = self._loans.lock
+        self._in_forward: dict[tuple[int, int], nn.Module] = {}  # by thread and layer: the module that runs
         self._passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
         self._in_memory: set[int] = set()
         self._handles: list[RemovableHandle] = []
@@ -105,7 +107,6 @@ class FrozenWeights:
         Raises:
             TransferError: Some weights cannot be read. The other weights are in memory again. The next call
                 tries again.
-            SessionError: The program has computed with an offloaded weight.
         """
         with self._lock, ExitStack() as at_last:
             while self._handles:
@@ -123,6 +124,7 @@ class FrozenWeights:
 
     def begin_step(self) -> None:
         """Begin the count of a step. Weights that are already in memory count as read in this step."""
+        self._loans.reclaim()
         self.take()
         read, waited = self._before
         self._before = read - self.resident_bytes, waited
@@ -143,16 +145,18 @@ class FrozenWeights:
     def _take_over(self, chunks: Modules, layers: Modules, config: OffloadConfig, tell: Tell) -> None:
         at_least, device = config.min_tensor_bytes, self._homes.device.torch_device
         found = list(own_weights(chunks, layers, at_least, device))
+        others = left_out(layers, at_least, device)
         share = Staying(config.frozen_percent)
         for number, name, weight in found:
             if share.stays(weight.untyped_storage().nbytes()):
                 continue
-            piece = FrozenWeight(name, weight, Home(self._homes, name, "frozen weights"), self._grow)
+            part = Part(name, weight, Home(self._homes, name, "frozen weights"), self._grow)
+            piece = FrozenWeight(name, weight, [part], self._loans)
             # Record the weight before the write, so that an interrupt does not lose the bytes.
             self._pieces[number].append(piece)
             piece.write()
             self.nbytes += piece.nbytes
-        if others := left_out(layers, at_least, device):
+        if others:
             if not found:
                 raise UnsupportedError(f"no frozen weight can be offloaded: {others}. {_ONLY}")
             tell(f"some frozen weights stay in memory: {others}. {_ONLY}")
@@ -172,12 +176,11 @@ class FrozenWeights:
             if not any(id(parameter) in pieces for parameter in owner.parameters(recurse=False)):
                 continue
             if owner is not layer:
-                part = _Hook(partial(self._begin, number, is_part=True))
-                yield owner.register_forward_pre_hook(part, prepend=True)
-            yield owner.register_forward_hook(_Hook(partial(self._watch_output, number)))
-            save, load = _Hook(partial(self._save, pieces)), _Hook(partial(self._bring, number, number))
+                begin, end = (_Hook(partial(call, number, is_part=True)) for call in (self._begin, self._end))
+                yield owner.register_forward_pre_hook(begin, prepend=True)
+                yield owner.register_forward_hook(end, always_call=True)
+            save = _Hook(partial(self._save, pieces))
             yield owner.register_state_dict_post_hook(save)  # type: ignore[no-untyped-call]
-            yield owner.register_load_state_dict_pre_hook(load)  # type: ignore[no-untyped-call]
 
     def _grow(self, nbytes: int) -> None:
         self.resident_bytes += nbytes
@@ -186,17 +189,19 @@ class FrozenWeights:
 
     # ---- while the model runs --------------------------------------------------------------------
 
-    def _begin(self, number: int, *_: object, is_part: bool = False) -> None:
+    def _begin(self, number: int, module: nn.Module, *_: object, is_part: bool = False) -> None:
         """Bring the weights of a layer into memory before its forward, or before its recomputation.
 
         Args:
             number: The layer.
+            module: The layer, or a module inside it.
             is_part: Whether this is the forward of a module inside the layer. In this case the layer itself
                 may not run, for example if the program calls ``layer.step()``.
 
         Raises:
             TransferError: The weights cannot be read.
-            SessionError: An offloaded weight was changed, or a transform of ``torch.func`` runs the layer.
+            SessionError: A transform of ``torch.func`` runs the layer, or the program replaced a weight by a
+                tensor of another shape, data type or device.
         """
         with self._lock:
             if is_part and self._is_in_use(number):
@@ -207,23 +212,28 @@ class FrozenWeights:
             if is_recomputation() and torch.is_grad_enabled():
                 self._backward_came(number)
                 return
-            if not is_part:
-                self._in_forward.add((threading.get_ident(), number))
+            self._in_forward[threading.get_ident(), number] = module
             self._bring(number, self._next(number))
 
-    def _end(self, number: int, *given: object) -> None:
+    def _end(
+        self, number: int, module: nn.Module, _: object, output: object, *, is_part: bool = False
+    ) -> None:
         """Free the weights of a layer after its forward."""
-        returns = self._watch_output(number, *given)
+        returns = self._watch_output(number, output)
         run = threading.get_ident(), number
         with self._lock:
-            if run not in self._in_forward:  # the layer is recomputed, and its backward comes next
+            # A recomputed layer is not found here. Its backward comes next.
+            if self._in_forward.get(run) is not module:
                 return
-            self._in_forward.discard(run)
+            del self._in_forward[run]
             # Keep the weights of the last layer, because backward starts there.
-            if not (returns and number == self._next(number)):
+            if not (is_part or (returns and number == self._next(number))):
                 self.keep_only(self._in_memory - {number})
+            elif not self._is_in_use(number):
+                for piece in self._pieces[number]:
+                    piece.shut()
 
-    def _watch_output(self, number: int, _module: object, _arguments: object, output: object) -> bool:
+    def _watch_output(self, number: int, output: object) -> bool:
         """Add hooks to outputs that need gradients; return True if there are any.
 
         The hooks read the weights when backward reaches such an output.
@@ -257,9 +267,11 @@ class FrozenWeights:
             del found  # otherwise the traceback of an error would keep the pass alive
             self._bring(number, self._next(number, by=-1))
 
-    def _bring(self, number: int, then: int, *_: object) -> None:
+    def _bring(self, number: int, then: int) -> None:
         """Read the weights of a layer, and start to read the weights of the next layer."""
         with self._lock:
+            self._loans.pointed.clear()
+            self._loans.reclaim()
             near = {number, then}
             self.keep_only(near)  # weights of a skipped layer may have been read ahead
             self._in_memory |= near
@@ -287,11 +299,12 @@ class FrozenWeights:
         return next((other for other in others if self._pieces[other]), number)
 
     def _save(self, pieces: dict[int, Any], owner: nn.Module, state: Any, prefix: str, _: Any) -> None:
+        """Replace weights in a state dict by copies in host memory, so that their memory can be freed."""
         for name, parameter in owner.named_parameters(recurse=False):
             # load_state_dict(assign=True) may have replaced the parameter.
             if f"{prefix}{name}" in state and id(parameter) in pieces:
-                with self._lock:
-                    state[f"{prefix}{name}"] = pieces[id(parameter)].copy()
+                state[f"{prefix}{name}"] = state[f"{prefix}{name}"].detach().to("cpu", copy=True)
+        self._loans.reclaim()
 
 
 class _Pass:
