@@ -579,7 +579,7 @@ def describe_run(log: RunLog, keep: Prediction | None) -> str | None:
     states: Any = [each["written_bytes"] for each in log.others if each["event"] == "states"]
     written = sum(states) + statistics.median(step.offloaded_bytes - step.host_bytes for step in steps)
     store = log.header.store
-    if written and store.get("kind") != "host" and "lies in memory" not in str(store):
+    if written and store.get("kind") != "host" and "is in memory" not in str(store):
         seconds = statistics.median(step.seconds_with_update for step in steps)
         year = significant(365 * bytes_per_day(written, seconds) / 1e12)
         parts.append(f"{readable_size(written)} written a step: {year} TB a year at this rate")

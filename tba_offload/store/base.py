@@ -77,9 +77,8 @@ class Store(ABC):
         tier: ``"drive"``, or ``"host"`` for host memory that is used together with drives.
         name: Name of the place in messages.
         device: The device with the activations.
-        alignment: A transfer without a copy needs an address that is a multiple of this number of bytes. The
-            value is 1 if any address works. The payload of an extent starts at ``lead``. The lead is the
-            address of the payload modulo the alignment.
+        alignment: Alignment of transfers without a copy, in bytes; 1 if any address works. The ``lead`` of an
+            extent is the address of its payload modulo the alignment.
         capacity: Largest number of bytes that extents may take; ``None`` if only the size of the place limits
             them.
         threads: Number of threads for each direction; ``None`` for the number in the configuration.
@@ -102,7 +101,7 @@ class Store(ABC):
 
     @abstractmethod
     def write(self, extent: Extent, source: ByteRange) -> int | None:
-        """Write the bytes of a whole extent. The device has finished computing them.
+        """Write the bytes of a whole extent, after the device has computed the bytes.
 
         Args:
             extent: The extent to write to.
@@ -118,15 +117,16 @@ class Store(ABC):
 
     @abstractmethod
     def read(self, extent: Extent, target: ByteRange) -> int | None:
-        """Read the bytes of a whole extent into memory. The device no longer uses this memory.
+        """Read the bytes of a whole extent into memory that the device no longer uses.
 
-        The caller compares this checksum with the checksum of the write.
+        The caller compares the returned checksum with the checksum of the write.
 
         Args:
             extent: The extent to read from.
-            target: ``extent.nbytes`` bytes in the device's memory. The read may also overwrite padding around
-                them if ``target.address`` is ``extent.lead`` modulo the alignment, and the alignment is more
-                than 1. The storage of the target then extends to a multiple of the alignment on both sides.
+            target: ``extent.nbytes`` bytes in the device's memory. If the alignment is above 1 and
+                ``target.address`` equals ``extent.lead`` modulo the alignment, the read may also overwrite
+                padding around the target. The storage of the target then extends to a multiple of the
+                alignment on both sides.
 
         Returns:
             The checksum of the bytes that were read; ``None`` without checksums.
@@ -146,14 +146,17 @@ class Store(ABC):
         """Free the room after the first ``end`` bytes. No extent uses this room."""
 
     def close(self) -> None:  # noqa: B027 - as above
-        """Free everything. No transfer is running, and none will follow."""
+        """Free everything, after the last transfer has ended."""
 
     def abandon(self) -> None:  # noqa: B027 - as above
-        """Close descriptors in a forked child. Take no lock, because a thread of the parent may hold it."""
+        """Close descriptors in a forked child.
+
+        Take no lock, because a thread of the parent may hold the lock.
+        """
 
 
 class Checksum:
-    """Functions that compute the xxh3 checksums of one store, and a count of the processor time for them.
+    """Functions that compute the xxh3 checksums of one store, and the processor time of these functions.
 
     Args:
         on: Whether to compute checksums.
@@ -197,12 +200,12 @@ class DriveLoad(NamedTuple):
     """Transfers and state of one drive, or of the host memory that is used together with drives.
 
     Attributes:
-        write: Writes to it.
-        read: Reads from it.
+        write: The writes to the drive.
+        read: The reads from the drive.
         tier: ``"drive"`` or ``"host"``. If host memory is the only place, its tier is ``"drive"``.
-        in_service: Whether the drive takes writes. After a failure, it takes no writes for a while.
-        room: Largest number of bytes that the drive can hold; ``None`` if unknown. This is its capacity, or
-            the size at which it was full. It is 0 while the drive is out of service.
+        in_service: Whether the drive takes writes; False for a while after a failure.
+        room: Largest number of bytes that the drive can hold: its capacity, or the size at which the drive
+            was full; ``None`` if unknown, and 0 while the drive is out of service.
         checksum_seconds: Processor time of I/O threads for checksums.
     """
 
@@ -224,7 +227,7 @@ class Moved(NamedTuple):
         thread: Number of the I/O thread, as :func:`threading.get_ident` returns it.
         began: Start of the transfer by :func:`time.perf_counter`, after the wait for the device.
         ended: End of the transfer.
-        nbytes: Bytes that it moved.
+        nbytes: Number of bytes that were moved.
     """
 
     drive: int
@@ -237,10 +240,10 @@ class Moved(NamedTuple):
 
 
 def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
-    """Close a store and its users at the end of a block. If the block raised an error, only warn of failures.
+    """Close a store and its users at the end of a block. After an error in the block, only warn.
 
     Args:
-        error: The exception of the block; ``None`` if it raised nothing.
+        error: The exception of the block; ``None`` if the block raised nothing.
         close: Closes the store and its users.
 
     Raises:

@@ -1,6 +1,7 @@
-"""A check of directories.
+"""A check of directories for a store.
 
-It shows the I/O path to each directory, the reason for this path, its speed, and possible improvements.
+The check shows the I/O path to each directory, the reason for this path, the speed of the path, and possible
+improvements.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
     from tba_offload.store.multi import MultiStore
 
 BLOCKS = (256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
-"""Sizes of transfers that are compared. They are typical for activations of small to large models."""
+"""Sizes of transfers to compare, typical for activations of small to large models."""
 
 THREADS = (1, 2, 4)
-"""Numbers of threads for each direction that are compared."""
+"""Numbers of threads for each direction to compare."""
 
 
 # ---- rates -------------------------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ def measure(
 
 _DOUBTS = {
     posix.MEMORY: "offloaded bytes still take memory",
-    posix.NETWORK: "a process that is killed may leave files there, and a full server may lose a write",
+    posix.NETWORK: "a killed process may leave files on the server, and a full server may lose a write",
 }
 
 
@@ -117,7 +118,7 @@ class Location(NamedTuple):
 
     Attributes:
         words: A text with the kernel's name of the file system, the mounted device, and the free space.
-        findings: Reasons why offloading there is unsafe or slow, each with a remedy.
+        findings: Reasons why offloading to the directory is unsafe or slow, each with a remedy.
     """
 
     words: str
@@ -137,7 +138,7 @@ def location_of(directory: str) -> Location:
     words = f"{mounted}; {readable_size(free)} free of {readable_size(total)}"
     findings = []
     if mount.place in _DOUBTS:
-        doubt = f"{mount.kind} is a file system of {mount.place}: {_DOUBTS[mount.place]}"
+        doubt = f"{mount.kind} is a {mount.place} file system: {_DOUBTS[mount.place]}"
         findings.append(f"{doubt}. Choose a directory on a local NVMe drive with ext4 or XFS")
     return Location(words, findings)
 
@@ -148,8 +149,8 @@ def examine(directories: Sequence[str], device: Device, *, bench: bool = False) 
     Args:
         directories: One directory for each drive.
         device: The device of the activations.
-        bench: Whether to also measure the rates for several block sizes and numbers of threads. This takes
-            about 15 seconds, and half a GiB in each directory.
+        bench: Whether to also measure the rates for several block sizes and numbers of threads. The
+            measurement takes about 15 seconds, and half a GiB in each directory.
 
     Returns:
         JSON values: ``machine``, and for each directory its ``error`` or the entries ``location``, ``store``,

@@ -20,11 +20,11 @@ _ENDLESS = sys.maxsize // BLOCK * BLOCK
 
 
 class Extents:
-    """An allocator of disjoint extents in [0, capacity). Its owner holds a lock around every call.
+    """An allocator of disjoint extents in [0, capacity). The owner of the allocator locks every call.
 
     Args:
-        capacity: Largest number of bytes that extents may take; ``None`` for no limit. It is rounded down to
-            whole blocks.
+        capacity: Largest number of bytes that extents may take, rounded down to whole blocks; ``None`` for no
+            limit.
 
     Attributes:
         capacity: As given.

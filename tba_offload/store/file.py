@@ -1,14 +1,14 @@
-"""A store in one unlinked file on one drive. It bypasses the page cache if the file system allows it.
+"""A store in one unlinked file on one drive, with direct I/O if the file system allows direct I/O.
 
 Direct I/O needs addresses, offsets and lengths that are multiples of the drive's block. PyTorch aligns memory
-on the CPU to 64 bytes only. A block is no larger than a page. The first and last blocks of a storage are
-therefore in pages that have bytes of that storage, so these pages are mapped. A write without a copy starts
-at the address rounded down to a block. The end address is rounded up to a block. ``lead`` of the
-extent is the distance from this start to the payload. A read without a copy is possible if its target has the
-same lead and owns the first and last block.
+on the CPU to 64 bytes only. The first and last blocks of a storage may therefore extend beyond the storage.
+These blocks are still in mapped memory, because a block is no larger than a page. A write without a copy
+starts at the storage's address rounded down to a block, and ends at its end address rounded up to a block.
+The ``lead`` of an extent is the distance from the start of the write to the payload. A read without a copy is
+possible if its target has the same lead and owns the first and last block.
 
 All other bytes are copied through a staging slab: bytes on a GPU, targets with another lead, and sources
-whose blocks are checksummed. Such sources are copied because the bytes next to the payload must not change
+whose blocks the drive checksums. If the drive checksums blocks, the bytes next to the payload must not change
 during the write.
 """
 
@@ -63,15 +63,15 @@ class FileStore(Store):
         capacity: Largest size of the file in bytes. The default is all free space except a reserve for other
             files, such as checkpoints. The reserve is a twentieth of the file system, and at least 1 GiB.
         checksum: Whether to compute checksums.
-        slabs: Number of staging slabs, one for each I/O thread. For a GPU, they are pinned when the store is
-            opened, because pinning memory inside a step would block the device.
+        slabs: Number of staging slabs, one for each I/O thread. For a GPU, the slabs are pinned when the
+            store is opened, because pinning memory inside a step would block the device.
 
     Attributes:
         fd: The file descriptor.
         size: Size of the file in bytes.
-        mount: The mount of its file system.
+        mount: The mount of the file's file system.
         block: Addresses and lengths of transfers are multiples of this number of bytes.
-        path: The I/O path. ``reason`` is a text with the reason if a better path exists.
+        path: The I/O path.
 
     Raises:
         StoreError: The directory cannot be used, or other users could tamper with its path.
@@ -147,7 +147,7 @@ class FileStore(Store):
     def _pieces(
         self, extent: Extent, memory: ByteRange, span: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int, int]]:
-        """Split an extent into parts that fit a staging slab. Each running transfer has its own slab.
+        """Split an extent into parts that fit into a staging slab. Each running transfer has its own slab.
 
         Yields:
             The payload in the slab and in memory; the address, length and file offset of the I/O call.
@@ -181,17 +181,17 @@ class FileStore(Store):
             what = f"{verb} of {nbytes} bytes at offset {offset} failed"
             raise store_error(what, error, self.name) from error
         if done != nbytes:
-            what = f"{verb} of {nbytes} bytes at offset {offset} stopped after {done}"
+            what = f"{verb} of {nbytes} bytes at offset {offset} stopped after {done} bytes"
             why = "the drive or the file system is failing, or another process truncated the file"
-            raise ShortTransferError(errno.EIO, f"{what}; {why}: check the system log", self.name)
+            raise ShortTransferError(errno.EIO, f"{what}: {why}; check the system log", self.name)
 
     def grow(self, end: int) -> None:
         """Make the file at least ``end`` bytes long.
 
-        Allocate the blocks of the file if the file system supports it.
+        Allocate the blocks of the file, if the file system supports allocation.
 
         Raises:
-            StoreFullError: There is no room. The file is as long as before.
+            StoreFullError: There is no room. The length of the file is unchanged.
             StoreError: The drive failed.
         """
         if end <= self.size:
@@ -203,8 +203,8 @@ class FileStore(Store):
             limit = self.size + max(free - spared, 0)
         else:
             limit = min(self.size + free, self.capacity)
-        room = f"{free} bytes are free; without store.capacity, {spared} of them are reserved for other files"
-        what = f"the file cannot grow from {self.size} to {end} bytes: {room}"
+        room = f"{free} bytes are free; without store.capacity, {spared} bytes stay free for other files"
+        what = f"the file cannot grow from {self.size} to {end} bytes ({room})"
         if end > limit:
             raise store_error(what, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), self.name)
         size = min(end + _GROWTH, limit)
@@ -230,7 +230,7 @@ class FileStore(Store):
     def close(self) -> None:
         """Close the descriptor, which frees the blocks, and free the slabs.
 
-        Errors are ignored, because they concern bytes that are no longer needed.
+        Errors are ignored, because the bytes of the file are no longer needed.
         """
         with suppress(OSError):
             os.close(self.fd)
@@ -238,10 +238,10 @@ class FileStore(Store):
         self._slabs.clear()
 
     def abandon(self) -> None:
-        """Close each descriptor of the file in a forked child. An open one would keep the disk space.
+        """Close each descriptor of the file in a forked child. An open descriptor would keep the disk space.
 
-        A library may have opened the file a second time. The slabs are not freed, because freeing them would
-        call the driver.
+        A library may have opened the file a second time. The slabs are not freed, because freeing pinned
+        memory would call the driver.
         """
         never_freed(self._slabs)
         own = os.fstat(self.fd)
@@ -271,13 +271,13 @@ class FileStore(Store):
     def _check_own(self, run: os.stat_result, file: os.stat_result) -> None:
         """Check that the directory is the one that was created, and that other users cannot read the file.
 
-        A file server may give all files an owner that is not the user of this process. The new file shows
-        this owner. A directory with the same owner is our own.
+        A file server may give all files an owner that is not the user of this process. The directory is
+        therefore our own if it has the same owner as the new file.
         """
         mode = (run.st_mode | file.st_mode) & 0o777
         if run.st_uid != file.st_uid or mode & 0o077:
-            what = f"other users may read files there: a new file belongs to user {file.st_uid}"
-            remedy = "choose a directory that only you may write to, and mount it with umask=077"
+            what = f"other users may read files in this directory: a new file belongs to user {file.st_uid}"
+            remedy = "choose a directory that only you may write to, and mount its drive with umask=077"
             raise StoreError(
                 errno.EPERM,
                 f"{what}, its directory to {run.st_uid}, and the mode is {mode:04o}; {remedy}",
@@ -295,7 +295,7 @@ class FileStore(Store):
         """
         self._stable_pages = posix.needs_stable_pages(self.fd)
         flags, memory = fcntl.fcntl(self.fd, fcntl.F_GETFL), memoryview(mmap.mmap(-1, BLOCK))
-        self.reason = f"{self.mount.kind} lies in memory"
+        self.reason = f"{self.mount.kind} is in memory"
         sizes = _SMALL_BLOCKS if self.mount.kind in _KEEPS_DIRECT else (BLOCK,)
         for size in sizes if self.mount.place != posix.MEMORY else ():
             try:
@@ -319,7 +319,7 @@ class FileStore(Store):
 
 
 def check_directory(path: str) -> None:
-    """Check that a store can be opened in a directory, as far as its path shows.
+    """Check that a directory exists and can be opened.
 
     Raises:
         StoreError: The directory cannot be used. The message has the remedy.
@@ -332,9 +332,9 @@ def check_directory(path: str) -> None:
 def opened_directory(path: str) -> Iterator[int]:
     """Open a directory, for use as ``dir_fd``.
 
-    Symbolic links are followed. The exception is a link of another user in a directory that everybody may
-    write to. A missing directory is not created: its path may have a typing error, or its drive may not be
-    mounted. In the second case, the files would fill the system's disk.
+    Symbolic links are followed, except links of other users in directories that everybody may write to. A
+    missing directory is not created, because its path may have a typing error, or its drive may not be
+    mounted. If the drive is not mounted, the files would fill the system's disk.
 
     Raises:
         StoreError: The directory cannot be used, or the block raised an ``OSError``.
@@ -348,7 +348,7 @@ def opened_directory(path: str) -> Iterator[int]:
     except StoreError:
         raise
     except OSError as error:
-        raise store_error("cannot create a file there", error, path) from error
+        raise store_error("cannot create a file in this directory", error, path) from error
 
 
 def _open_directory(path: str) -> int:
@@ -366,8 +366,9 @@ def _open_directory(path: str) -> int:
     except (FileNotFoundError, NotADirectoryError) as error:
         wrong = next(part for part in (*reversed(here.parents), here) if not part.is_dir())
         if wrong.exists():
-            raise StoreError(error.errno, f"{wrong.name!r} is not a directory; choose one", path) from None
-        remedy = f"mount its drive, or create it if the path is right: mkdir -p {shlex.quote(str(here))}"
+            what = f"{wrong.name!r} is not a directory; choose a directory"
+            raise StoreError(error.errno, what, path) from None
+        remedy = f"mount the drive, or create the directory: mkdir -p {shlex.quote(str(here))}"
         raise StoreError(errno.ENOENT, f"{wrong.name!r} does not exist; {remedy}", path) from None
 
 

@@ -1,20 +1,20 @@
 """A store in one unlinked file that GPUDirect Storage writes and reads.
 
 This is the only module that uses kvikio. The path of a transfer depends on the machine. With the nvidia-fs
-driver, or with PCIe peer-to-peer, the bytes never touch the host. Otherwise they pass through host memory.
-:attr:`GdsStore.path` is the name of this path. If cuFile does not accept a file at all, opening the store
-raises an error: :class:`tba_offload.store.file.FileStore` moves bytes through the host better than kvikio
-does.
+driver, or with PCIe peer-to-peer, the bytes never touch the host. Without both, the bytes pass through host
+memory. :attr:`GdsStore.path` is the name of the path. If cuFile does not accept a file at all, opening the
+store raises an error, because :class:`tba_offload.store.file.FileStore` moves bytes through the host faster
+than kvikio does.
 
-Transfers use cuFile's own calls, which wait for no CUDA stream. The I/O thread has already waited for the
-producer of the bytes. kvikio's ``pread``, ``pwrite``, ``raw_read`` and ``raw_write`` wait for all work on
+Transfers use cuFile's own calls, which wait for no CUDA stream. Before a transfer, the I/O thread waits for
+the producer of the bytes. kvikio's ``pread``, ``pwrite``, ``raw_read`` and ``raw_write`` wait for all work on
 CUDA's default stream, which PyTorch uses by default. ``raw_read_async`` and ``raw_write_async`` take a
-stream, but also wait for the default stream unless cuFile has a configuration file. They also copy with
-kernels, which take multiprocessors from training. kvikio is used to find the cuFile library and its driver,
-and to check whether the machine has what cuFile needs.
+stream, but also wait for the default stream unless cuFile has a configuration file. These two calls also copy
+with kernels, which take multiprocessors from training. kvikio is used to find the cuFile library and its
+driver, and to check whether the machine has what cuFile needs.
 
 No memory is registered with cuFile. Registration makes transfers faster only if the same buffer is used many
-times. Tensors come from PyTorch's caching allocator and return to it.
+times, but PyTorch's caching allocator places each tensor elsewhere.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class GdsStore(FileStore):
     """A store in one unlinked file that cuFile writes and reads.
 
     When the store is opened, one block is written and read back, because cuFile may accept a file but refuse
-    its transfers. Its first transfer also allocates memory, which must not happen inside a step. Checksums
-    are computed on the device.
+    its transfers. The first transfer of cuFile also allocates memory, which must not happen inside a step.
+    Checksums are computed on the device.
 
     Args:
         directory: The directory in which to create the file.
@@ -66,7 +66,7 @@ class GdsStore(FileStore):
     _cufile: Any = None
 
     def start(self) -> None:
-        """Register the file with cuFile, which opens it by name. Write one block and read it back."""
+        """Register the file with cuFile, which opens files by name. Write one block and read it back."""
         kvikio = import_kvikio()
         if kvikio.defaults.is_compat_mode_preferred():
             why = f"KVIKIO_COMPAT_MODE is ON, libcufile is not found, or the container has no {UDEV}"
@@ -74,7 +74,7 @@ class GdsStore(FileStore):
         try:
             self._cufile = CuFile(self.fd)
         except OSError as error:
-            needs = f"direct I/O, and udev to find the drive: in a container, mount the host's {UDEV}"
+            needs = f"direct I/O and udev (in a container, mount the host's {UDEV})"
             raise self._refused(f"{error.strerror or error}; cuFile needs {needs}") from error
         self.grow(BLOCK)
         block = torch.arange(BLOCK, device=self.device.torch_device).to(torch.uint8)
@@ -106,7 +106,7 @@ class GdsStore(FileStore):
         return hasher.intdigest()
 
     def _refused(self, why: str) -> StoreError:
-        text = f"GPUDirect Storage is not available there: {why}. Use store.kind: file, or auto"
+        text = f"GPUDirect Storage is not available in this directory: {why}. Use store.kind: file, or auto"
         return StoreError(errno.EOPNOTSUPP, text, self.name)
 
     def close(self) -> None:
@@ -172,10 +172,10 @@ class CuFile:
     """A file registered with cuFile. A transfer has ended when its call returns. Calls release the GIL.
 
     Args:
-        fd: A descriptor of the file. The file must still have its name, by which cuFile opens it again.
+        fd: A descriptor of the file. The file must still have its name, because cuFile opens files by name.
 
     Raises:
-        OSError: The cuFile library is missing, or it does not accept the file.
+        OSError: The cuFile library is missing, or cuFile does not accept the file.
     """
 
     def __init__(self, fd: int) -> None:

@@ -104,14 +104,14 @@ class HostStore(Store):
                 _check_free(end - size)
                 self._slabs.append(self.device.host_memory(nbytes))
             except (MemoryError, OSError, RuntimeError) as error:  # malloc, mmap, CUDA
-                what = f"cannot allocate {nbytes} bytes in addition to {size}: {error}"
+                what = f"cannot allocate {nbytes} bytes of host memory in addition to {size} bytes: {error}"
                 remedy = "lower store.capacity or store.host_capacity, or use a drive"
                 raise StoreFullError(errno.ENOMEM, f"{what}; {remedy}", self.name) from error
 
     def shrink(self, end: int) -> None:
         """Free slabs beyond ``end``.
 
-        Pinned slabs are not freed, because pinning them again would block the device.
+        Pinned slabs are not freed, because pinning new slabs would block the device.
         """
         if not self.device.pins_memory:
             del self._slabs[-(-end // self._slab_bytes) :]
@@ -126,6 +126,9 @@ class HostStore(Store):
 
 
 def _check_free(nbytes: int) -> None:
-    """Raise an error now. Linux would allocate the bytes, and kill the process when it uses them."""
+    """Check that host memory is free.
+
+    Linux would allocate more bytes than are free, and kill the process when it uses these bytes.
+    """
     if nbytes > (free := available_bytes(torch.device("cpu"))):
         raise MemoryError(f"{free} bytes are free")

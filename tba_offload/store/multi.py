@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from tba_offload.store.pool import Transfer
 
 WARN_AFTER = 0.1
-"""Share of the time limit. If a transfer waits longer than this share, a warning names the place."""
+"""Share of the time limit after which a warning names a place that does not answer."""
 
 
 class MultiStore:
@@ -55,25 +55,25 @@ class MultiStore:
     :func:`tba_offload.planner.window.is_for_host` chooses between them. If drives come first, host memory
     takes a write if the drives have more than ``spill_bytes`` left to write (the rule of TERAIO), or have no
     room. Among several drives, the write goes to the drive with the shortest estimated time. The estimate
-    counts the bytes that the drive holds and the bytes that are queued for it.
-    If a write fails, its place takes no writes for a pause. Then one write tries the place again. Each
-    failure doubles the pause. Queued writes to a failed place end with the error of the place. A write to a
-    full place fails when the place has to grow.
+    counts the bytes that a drive holds and the bytes that are queued for the drive. If a write fails, its
+    place takes no writes for a pause. Then one write tries the place again. Each failure doubles the pause.
+    Queued writes to a failed place end with the error of the place. A write to a full place fails when the
+    place has to grow.
 
     Args:
-        stores: At least one place. Closing this store closes them. If the first one is host memory, host
-            memory takes writes first.
+        stores: At least one place. Closing this store closes all places. If the first place is host memory,
+            host memory takes writes first.
         readers: Number of threads that read, for each place that does not set its own number.
         writers: Number of threads that write, for each place that does not set its own number.
-        stall_seconds: Time limit in seconds. A place that does not answer within this time causes an error;
+        stall_seconds: Time limit in seconds for the answer of a place, after which a wait raises an error;
             ``None`` for no limit.
 
     Attributes:
-        completed: Gets each ended transfer, on its I/O thread; ``None`` if unused.
+        completed: Queue that gets each ended transfer, on its I/O thread; ``None`` if unused.
         stall_seconds: As given; infinite if there is no limit.
-        spill_bytes: Drives or host memory are late if they have more bytes than this left to write. It may
-            be set at any time.
-        alignment: The largest alignment of the places. It is valid for all places.
+        spill_bytes: Number of bytes left to write above which drives or host memory count as late; may be set
+            at any time.
+        alignment: The largest alignment of the places, which is valid for all places.
         kind: Kinds of the places.
         beside: Index of the host memory that is used together with drives; ``None`` if there is none.
 
@@ -171,8 +171,8 @@ class MultiStore:
             move(place, extent, memory)
             nbytes = transfer.nbytes  # a failed transfer may end at once, so it does not count in the rate
         except BaseException as failure:  # noqa: BLE001 - the waiting thread must get every error
-            verb = "write" if writes else "read"
-            error = _store_error(failure, f"{verb} {transfer.nbytes} bytes of {place.store.name}")
+            verb, way = ("write", "to") if writes else ("read", "from")
+            error = _store_error(failure, f"{verb} {transfer.nbytes} bytes {way} {place.store.name}")
         del memory  # a waiting thread may expect that the memory is released
         with self._lock:
             ended = meter.note(-1 if began else 0, nbytes)
@@ -195,8 +195,8 @@ class MultiStore:
         """Cancel a transfer if it has not started.
 
         Returns:
-            True if the transfer has not started and will not run. Its memory is then released. False if the
-            transfer is running or has ended.
+            True if the transfer will not run, and its memory is released; False if the transfer is running or
+            has ended.
         """
         if transfer.claim():
             transfer.is_cancelled = True
@@ -208,12 +208,12 @@ class MultiStore:
         return transfer.is_cancelled
 
     def wait(self, transfer: Transfer) -> None:
-        """Wait until a transfer has ended. Warn if this takes long.
+        """Wait until a transfer has ended. Warn if the wait is long.
 
         Raises:
             StoreError: The transfer failed, or was cancelled (``errno.ECANCELED``). Each call raises a new
                 object.
-            HangingError: The place has not answered for ``stall_seconds``. It takes no more transfers.
+            HangingError: The place has not answered for ``stall_seconds``, and takes no writes for a while.
         """
         limit = self.stall_seconds
         with suppress(RuntimeError):  # the device failed, and the transfer will end with this error
@@ -248,8 +248,8 @@ class MultiStore:
                 host, drives = (self._tier(is_drive=is_drive) for is_drive in (False, True))
                 wants_host = is_for_host(host, drives, self.spill_bytes, self._share)
                 able = [place for place in able if place.is_drive is not wants_host] or able
-            # The bytes that each place holds count too. Otherwise the fastest place would get all writes
-            # while the other places are idle. The other places would then have nothing to read back.
+            # The bytes that each place holds count too. Otherwise the fastest place would get all writes, and
+            # the other places would be idle during writes and reads.
             able.sort(key=lambda place: (place.held + nbytes) / place.writes.rate)
         if able[0].cause is not None:
             able[0].pause()  # other writes use the place only if this write succeeds
@@ -267,7 +267,7 @@ class MultiStore:
             for place in self._places
         )
         if all(place.cause is not None for place in self._places):
-            return OutOfServiceError(errno.EIO, f"out of service, and tried again later: {reasons}")
+            return OutOfServiceError(errno.EIO, f"every drive failed, and is tried again later: {reasons}")
         return StoreFullError(errno.ENOSPC, f"no room for {nbytes} bytes: {reasons}")
 
     def _remove(self, transfer: Transfer) -> None:
@@ -303,7 +303,10 @@ class MultiStore:
             transfer.extent = None
 
     def _leave_alone(self, place: Place, error: BaseException) -> None:
-        """Take a failed place out of service. End its queued writes, because each of them would time out."""
+        """Take a failed place out of service.
+
+        End its queued writes, because each queued write would time out.
+        """
         cause = str(error)  # the error object may refer to frames and their memory
         if place.cause is None:
             self._outages.append((place.store.name, cause))
@@ -311,7 +314,7 @@ class MultiStore:
         for each in list(self._transfers):
             if each.drive == place.index and each.is_write and each.claim():
                 self._remove(each)
-                text = f"out of service, and tried again later: {cause}"
+                text = f"the drive failed, and is tried again later: {cause}"
                 self._finish(each, OutOfServiceError(errno.EIO, text, place.store.name))
 
     # ---- extents and steps -----------------------------------------------------------------------
@@ -330,7 +333,7 @@ class MultiStore:
     def reset(self) -> None:
         """Discard all transfers and extents, for example of an interrupted step.
 
-        Queued transfers are cancelled. Running transfers are waited for. A place that does not answer within
+        Cancel queued transfers, and wait for running transfers. A place that does not answer within
         ``stall_seconds`` takes no more writes, because a hanging transfer may still write to the place.
         """
         self._settle()
@@ -341,7 +344,7 @@ class MultiStore:
                 place.pending = place.unreserved = 0
 
     def trim(self) -> None:
-        """Free room that was not needed in the last steps. Call this at the end of a step."""
+        """At the end of a step, free room that the last steps did not need."""
         for place in self._places:
             place.trim(self._lock)
         if self.beside == 0:
@@ -361,14 +364,14 @@ class MultiStore:
     # ---- drives: load and health -----------------------------------------------------------------
 
     def place(self, extent: Extent) -> str:
-        """Return the name of an extent's place. For a drive, this is its directory."""
+        """Return the name of an extent's place. The name of a drive is its directory."""
         return self._places[extent.drive].store.name
 
     def watch_moves(self, seen: Callable[[Moved], object] | None) -> None:
         """Call a function after each transfer that moved bytes, on its I/O thread.
 
         Args:
-            seen: The function. It must not raise. ``None`` ends the calls.
+            seen: The function, which must not raise; ``None`` to end the calls.
         """
         self._seen = seen
 
@@ -388,7 +391,10 @@ class MultiStore:
             self._leave_alone(self._places[extent.drive], cause)
 
     def resume(self) -> None:
-        """Put all places that answer back in service. The next write shows whether they work."""
+        """Put all places that answer back in service.
+
+        The next write to a place shows whether the place works.
+        """
         with self._lock:
             for place in self._places:
                 place.resume()
@@ -398,7 +404,7 @@ class MultiStore:
     def close(self) -> None:
         """Cancel queued transfers, wait for running transfers, end the threads and free everything.
 
-        Idempotent.
+        Later calls of this method do nothing.
 
         Raises:
             HangingError: A place does not answer. Its thread, memory and file stay until the process ends.
@@ -412,12 +418,12 @@ class MultiStore:
             for place in self._places:
                 stack.callback(place.close)
         if hanging:
-            raise _hanging(f"{hanging}: no answer; its threads, memory and file stay until the process ends")
+            raise _hanging(f"no answer from {hanging}: threads, memory and files stay until the process ends")
 
     def abandon(self) -> None:
         """Make the store unusable in a forked child, and close its descriptors there."""
         self._unusable = (
-            "was opened before this process was forked; only the parent can use it, not a forked child"
+            "was opened before this process was forked. Only the parent process can use the store"
         )
         for place in self._places:
             place.store.abandon()
@@ -452,8 +458,8 @@ def _check_still_there(memory: ByteRange) -> None:
     storage = memory.storage
     if storage.nbytes() < memory.start + memory.nbytes or storage.data_ptr() + memory.start != memory.address:
         raise StoreError(
-            f"the memory of {memory.nbytes} bytes was freed or moved before they were written or read: the "
-            "program resized the storage of a saved tensor. Set the placement of the layer to 'keep'"
+            f"the memory of a saved tensor ({memory.nbytes} bytes) was freed or moved before its transfer: "
+            "the program resized the storage of the tensor. Set the placement of the layer to 'keep'"
         )
 
 
@@ -468,7 +474,7 @@ def _read(place: Place, extent: Extent, memory: ByteRange) -> None:
             errno.EIO,
             f"{extent} reads back with checksum {checksum:#x} instead of {extent.checksum:#x}: the "
             "drive, its driver or the memory changed the bytes, or the model changed a saved tensor "
-            "through .data while it was written. Check the drive",
+            "through .data during the write. Check the drive",
             place.store.name,
         )
 
@@ -487,9 +493,9 @@ def _store_error(failure: BaseException, what: str) -> StoreError:
         error = failure
     elif isinstance(failure, torch.AcceleratorError):  # perhaps of work long before
         error = DeviceError(
-            f"the device failed before it could {what}: {failure}; no drive is at fault: an operation of the "
-            "training program failed on the device, and this transfer was the first to wait for it. With "
-            "CUDA_LAUNCH_BLOCKING=1 the operation raises the error"
+            f"could not {what}, because the device failed: {failure}; no drive is at fault: an operation of "
+            "the training program failed on the device, and this transfer was the first to wait for the "
+            "operation. With CUDA_LAUNCH_BLOCKING=1, the failed operation raises the error"
         )
     else:
         number = errno.ENOMEM if isinstance(failure, MemoryError) else getattr(failure, "errno", None)

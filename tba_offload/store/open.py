@@ -77,7 +77,7 @@ def _places(config: StoreConfig, device: Device) -> Iterator[Store]:
 
 
 def _open_drive(directory: str, config: StoreConfig, device: Device) -> Store:
-    """Return the store on one drive. ``auto`` means ``file`` if cuFile does not accept files there."""
+    """Return the store on one drive. ``auto`` means ``file`` if cuFile accepts no files in the directory."""
     share = None if config.capacity is None else config.capacity // len(config.directories)
     settings: dict[str, Any] = {"device": device, "capacity": share, "checksum": config.checksum}
     why = None  # a file may already be the best path
@@ -96,7 +96,7 @@ def _open_drive(directory: str, config: StoreConfig, device: Device) -> Store:
 
 
 def threads_per_direction() -> int:
-    """Return the number of threads that read from each drive. The same number of threads write to it.
+    """Return the number of threads for each drive and direction.
 
     Two threads use the full bandwidth between an H200 and host memory. On a machine with two cores or fewer,
     one thread is as fast.
@@ -105,12 +105,12 @@ def threads_per_direction() -> int:
 
 
 def temporary_directory() -> str:
-    """Return the directory for temporary files. Warn if the environment names an unusable one."""
+    """Return the directory for temporary files. Warn if the environment names an unusable directory."""
     found = tempfile.gettempdir()
     named = os.environ.get("TMPDIR") or os.environ.get("TEMP") or os.environ.get("TMP")
     if named and not os.access(named, os.W_OK | os.X_OK):
         why = "cannot be written to" if Path(named).exists() else "does not exist"
-        remedy = f"mkdir -p {shlex.quote(named)}, or set store.directories"
+        remedy = f"Create a writable directory (mkdir -p {shlex.quote(named)}), or set store.directories"
         warn(f"TMPDIR names {named!r}, which {why}, so files go to {found}. {remedy}")
     return found
 
@@ -124,7 +124,7 @@ def saves_nothing(config: StoreConfig) -> str | None:
         if posix.mount_of(str(Path(directory).expanduser())).place == posix.MEMORY:
             return f"{directory} is in host memory; {remedy}"
     if config.host_capacity is not None:
-        return "host_capacity keeps activations in host memory; remove it"
+        return "host_capacity keeps activations in host memory; remove this setting"
     return None
 
 
@@ -136,10 +136,10 @@ def register_kind(kind: str, opener: Opener) -> None:
 
     Args:
         kind: The name.
-        opener: A function with two arguments. The first is the :class:`tba_offload.StoreConfig`, in which
-            directories and numbers of threads are set. The second is ``device=``, the
-            :class:`tba_offload.device.Device` of the activations. It returns a new
-            :class:`tba_offload.store.base.Store`, which the session closes.
+        opener: Function with two arguments: a :class:`tba_offload.StoreConfig`, in which directories and
+            numbers of threads are set, and ``device=``, the :class:`tba_offload.device.Device` of the
+            activations. The function returns a new :class:`tba_offload.store.base.Store`, which the session
+            closes.
 
     Raises:
         ValueError: The name is already taken.

@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 600.0
 """Length in seconds of the pause after the first failure of a place, and of the longest pause.
 
-The pause is a time and not a number of steps. A drive may work again after seconds or minutes, while a step
-takes from milliseconds to minutes.
+The pause is a time and not a number of steps, because a drive may need minutes to work again, and a step may
+take only milliseconds.
 """
 
 STEPS_KEPT = 3
-"""Number of recent steps. At the end of a step, the store keeps the largest room that one of these steps
-needed."""
+"""Number of last steps.
+
+After each step, the store keeps the largest room that one of the last steps needed.
+"""
 
 FIRST_RATE = 1e9
 """Assumed rate of writes to a place before the rate is measured, in bytes a second."""
@@ -36,7 +38,8 @@ FIRST_BYTES, RECENT_BYTES = 8 << 20, 64 << 20
 """Weights of measurements, in bytes. The assumed :data:`FIRST_RATE` counts like a transfer of
 ``FIRST_BYTES``. After each ``RECENT_BYTES``, the weight of older measurements is halved.
 
-A single small transfer does not measure a drive: its thread may have waited for the processor.
+A single small transfer does not measure the rate of a drive, because the I/O thread may have waited for the
+processor.
 """
 
 
@@ -49,9 +52,9 @@ class Place:
     Args:
         index: Index of the place.
         store: The store.
-        run: Runs a claimed transfer on an I/O thread.
-        writers: Number of threads that write, if the store does not set it.
-        readers: Number of threads that read, if the store does not set it.
+        run: Function that runs a claimed transfer on an I/O thread.
+        writers: Number of threads that write, if the store does not set its own number.
+        readers: Number of threads that read, if the store does not set its own number.
 
     Attributes:
         is_drive: False for host memory that is used together with drives.
@@ -84,7 +87,7 @@ class Place:
 
     @property
     def held(self) -> int:
-        """Bytes that extents take, or will take."""
+        """Bytes that extents and queued writes take."""
         return self.extents.used + self.unreserved
 
     @property
@@ -93,7 +96,7 @@ class Place:
         return self.grown if time.monotonic() < self._full_until else self.extents.capacity
 
     def takes(self, nbytes: int) -> bool:
-        """Return True if a write may succeed. An I/O thread may still find that there is no room."""
+        """Return True if the place takes a write of ``nbytes`` bytes. The write may still find no room."""
         is_left_alone = self.cause is not None and time.monotonic() < self.disabled_until
         limit = self.limit
         return not is_left_alone and (limit is None or self.held + nbytes <= limit)
@@ -141,7 +144,10 @@ class Place:
             self._growing.release()
 
     def close(self) -> None:
-        """End the threads and close the store. A store that does not answer stays until the process ends."""
+        """End the threads and close the store.
+
+        A store that does not answer stays open until the process ends.
+        """
         self.pool.stop()
         if self.disabled_until < math.inf:
             self.pool.join()
@@ -150,7 +156,7 @@ class Place:
     # ---- health ----------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Take no writes for a while. The pause doubles each time."""
+        """Take no writes for a pause. The length of the pause doubles with each call."""
         self.disabled_until = max(self.disabled_until, time.monotonic() + self._pause)
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
 

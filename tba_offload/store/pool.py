@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from tba_offload.store.base import Extent
 
 TICK = 1.0
-"""Upper limit, in seconds, of the time that one reading of the clock adds to a wait.
+"""Period in seconds. A wait is counted in such periods instead of by the clock.
 
-A clock continues while a process is stopped, for example by a batch system that suspends the job. The drive
-does not cause this wait, so each stop adds at most this time.
+The clock continues while a process is stopped, for example by a batch system that suspends the job. With
+periods, each stop adds at most one period to a wait for a drive.
 """
 
 
@@ -25,11 +25,12 @@ class Transfer:
     """One write or read, and its result.
 
     The I/O thread that claims a transfer owns it until the transfer is finished. The training thread creates
-    one object for each transfer. To keep this fast, the object has two raw locks and no condition variable.
+    one object for each transfer. A transfer has two raw locks instead of a condition variable, because raw
+    locks are faster to create.
 
     Args:
-        memory: The bytes to write, or the memory to fill. The caller must not use it before the transfer has
-            ended.
+        memory: The bytes to write, or the memory to fill. The caller must not use this memory before the
+            transfer has ended.
         after: A point in the work of the device. The transfer starts when the device has reached this point.
         extent: The extent to read or write; ``None`` for a write to a new extent.
 
@@ -37,8 +38,8 @@ class Transfer:
         memory: As given; ``None`` after a successful write, and after the transfer was cancelled.
         extent: As given, or the new extent after a successful write.
         nbytes: Bytes of the memory.
-        is_write: Whether the transfer is a write. It is set when the transfer is queued.
-        drive: Index of the place in the store. It is set when the transfer is queued.
+        is_write: Whether the transfer is a write; set when the transfer is queued.
+        drive: Index of the place in the store; set when the transfer is queued.
         error: The exception of a failed transfer; ``None`` before the end and after success.
         is_done: Whether the transfer has ended, failed or been cancelled.
         is_cancelled: Whether the transfer was cancelled before it started.
@@ -62,7 +63,7 @@ class Transfer:
         self._done.acquire()
 
     def claim(self) -> bool:
-        """Return True to the first caller only. This caller then runs the transfer or ends it."""
+        """Return True to the first caller only, which then runs or ends the transfer."""
         return self._claim.acquire(blocking=False)
 
     def finish(self) -> None:
@@ -71,10 +72,10 @@ class Transfer:
         self._done.release()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the transfer has ended. Its error is not raised.
+        """Wait until the transfer has ended, without raising its error.
 
         Args:
-            seconds: Longest time to wait. It may be infinite.
+            seconds: Longest time to wait; may be infinite.
 
         Returns:
             Whether the transfer has ended.
@@ -96,7 +97,7 @@ class WorkerPool:
     Args:
         name: Name of the place.
         bind: Called by each thread when it starts.
-        run: Runs a claimed transfer to its end. It must not raise.
+        run: Function that runs a claimed transfer to its end. The function must not raise.
         writers: Number of threads that write.
         readers: Number of threads that read.
 
@@ -125,7 +126,7 @@ class WorkerPool:
                 thread.daemon = True
                 thread.start()
                 self._threads.append(thread)
-        except RuntimeError:  # no more threads: end those that were started
+        except RuntimeError:  # the process cannot start more threads: end the started threads
             self.stop()
             raise
 
@@ -147,7 +148,7 @@ class WorkerPool:
                 del transfer  # otherwise the memory would not be freed until the next transfer comes
 
     def stop(self) -> None:
-        """Make the threads end after the transfers that are queued now. Do not wait, and acquire no lock."""
+        """Make the threads end after the queued transfers. Neither wait nor acquire a lock."""
         for queue, threads in ((self._writes, self._writers), (self._reads, self._readers)):
             for _ in range(threads):
                 queue.put(None)

@@ -1,7 +1,7 @@
 """System calls on files with raw addresses, and the kinds of file systems.
 
-Python's own ``os.pwrite`` takes buffers, not addresses, and there is no ``os.fallocate``. Each call releases
-the GIL.
+Python's own ``os.pwrite`` takes buffers, not addresses, and Python has no ``os.fallocate``. The system calls
+of this module release the GIL.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 Call = Callable[[int, int, int, int], int]
-"""Type of :func:`pwrite` and :func:`pread`. They take a descriptor, an address, a number of bytes and an
-offset. They return the number of bytes moved."""
+"""Type of :func:`pwrite` and :func:`pread`.
+
+The arguments are a descriptor, an address, a number of bytes and an offset. The result is the number of bytes
+moved.
+"""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -71,8 +74,8 @@ def view(address: int, nbytes: int) -> memoryview:
 def needs_stable_pages(fd: int) -> bool:
     """Return True if memory must not change while it is written to the file.
 
-    A drive that checksums blocks reports this to the kernel. If no drive is found, the file system may
-    checksum data, so the function returns True.
+    A drive that checksums blocks has a flag in sysfs. If no drive is found, the function returns True,
+    because the file system may checksum data.
     """
     device = os.fstat(fd).st_dev
     node = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
@@ -100,7 +103,7 @@ class Mount(NamedTuple):
 
     Attributes:
         kind: The kernel's name of the file system, such as ``"nfs4"`` or ``"fuse.sshfs"``; ``"unknown"`` if
-            the kernel does not say.
+            the kernel does not report the name.
         source: The mounted device or export, such as ``"/dev/nvme0n1p1"``; empty if unknown.
         place: The place of the bytes: ``"memory"``, ``"network"``, ``"layers"`` or ``"drive"``. File systems
             in user space count as ``"network"``. ``"layers"`` is an overlay, unless its upper layer is known

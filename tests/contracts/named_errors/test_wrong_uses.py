@@ -133,7 +133,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a missing directory": (
         {"directories": "/no/such"},
         tba.StoreError,
-        "'no' does not exist; mount its drive, or create it if the path is right: mkdir -p /no/such",
+        "'no' does not exist; mount the drive, or create the directory: mkdir -p /no/such",
     ),
     "a variable that is not set": (
         {"directories": "$TBA_NOT_SET/tba"},

@@ -77,7 +77,7 @@ def test_a_directory_that_cannot_be_used_is_status_1(tmp_path: Path) -> None:
     missing = Path("/dev/shm") / f"tba-test-{uuid.uuid4().hex}"
     result = call("doctor", tmp_path, tmp_path / "not" / "there", missing)
     assert result.exit_code == 1
-    assert "cannot be used: 'not' does not exist; mount its drive" in result.stdout
+    assert "cannot be used: 'not' does not exist; mount the drive" in result.stdout
     assert f"mkdir -p {missing}" in result.stdout
     assert "by    kind file, path" in result.stdout
     assert not missing.exists()

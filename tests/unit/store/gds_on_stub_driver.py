@@ -115,7 +115,7 @@ def test_a_file_that_cufile_refuses_is_an_error_and_leaves_nothing(
     tell("refuse", HANDLE_REFUSED)
     before = descriptors()
     with pytest.raises(
-        StoreError, match=r"GPUDirect Storage is not available there: .*Use store\.kind: file"
+        StoreError, match=r"GPUDirect Storage is not available in this directory: .*Use store\.kind: file"
     ) as caught:
         GdsStore(tmp_path, device=DEVICE)
     assert f"error {HANDLE_REFUSED} of cuFile" in str(caught.value)

@@ -71,7 +71,7 @@ def test_auto_is_file_on_each_drive_whose_files_cufile_refuses(
     with open_store(directories=directories, device=device) as store:
         parts: Any = store.description["stores"]
         assert [part["kind"] for part in parts] == ["file", "gds"]
-        assert "GPUDirect Storage is not available there: not taken" in parts[0]["reason"]
+        assert "GPUDirect Storage is not available in this directory: not taken" in parts[0]["reason"]
     assert descriptors() == before
 
 

@@ -119,7 +119,7 @@ def test_tmpfs_is_buffered_and_says_so(caplog: pytest.LogCaptureFixture) -> None
         with open_store(kind="file", directories=[path], device=CPU) as store:
             assert store.description["path"] == "buffered"
     assert f"{path}: buffered I/O instead of direct I/O" in caplog.text
-    assert "tmpfs lies in memory" in caplog.text
+    assert "tmpfs is in memory" in caplog.text
 
 
 # Integrity and faults.

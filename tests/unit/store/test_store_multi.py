@@ -295,7 +295,7 @@ def test_memory_that_was_resized_under_a_queued_write_is_an_error() -> None:
             transfer = write(store, data, gate)
             data.untyped_storage().resize_(nbytes)  # type: ignore[no-untyped-call]
             gate.open()
-            with pytest.raises(StoreError, match="freed or moved before they were written"):
+            with pytest.raises(StoreError, match="freed or moved before its transfer"):
                 store.wait(transfer)
             assert used_bytes(store) == 0
             assert store.take_outages() == []
