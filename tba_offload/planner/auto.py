@@ -1,23 +1,22 @@
 """The controller, which chooses placements of ``auto`` layers between steps.
 
-It has three states: LEARN, TRY and HOLD.
+The controller has three states: LEARN, TRY and HOLD.
 
-LEARN takes three steps. The first step offloads all layers, so that a budget holds from the start. In the
-other two steps the controller keeps, recomputes or partly rebuilds every fourth layer of a kind, as far as
-the budget allows.
+LEARN takes three steps. The first step offloads all layers, so that the first step keeps the budget. In the
+other two steps, every fourth layer of a kind is kept, recomputed or partly rebuilt, as far as the budget
+allows.
 
 TRY alternates between the best plan and the best uniform plan. The plan with the faster measured steps wins.
-If the measured times show that a third plan is better, this plan races once against the winner.
+If the measured times predict that a third plan is faster, the third plan races once against the winner.
 
-HOLD keeps the plan. The controller makes a new plan if the times of three steps in a row have changed by 10%,
-or if a rate of the store has changed by a third.
+HOLD keeps the winning plan. The controller makes a new plan if the times of three consecutive steps have
+changed by 10%, or if a rate of the store has changed by a third.
 
-In every state, if a step is larger than all earlier steps, the controller returns to LEARN in the middle of
-the step. After a step over the budget, the controller subtracts the excess from the budget and makes a new
-plan at once.
+In every state, the controller returns to LEARN during a step that is larger than all earlier steps. After a
+step over the budget, the controller subtracts the excess from the budget and makes a new plan at once.
 
-If no limit is set, the budget is the free memory of the device. In this case plans grow gradually: the peak
-of each plan may be at most twice the highest peak that has fitted so far.
+If no limit is set, the budget is the free memory of the device. Without a limit, plans grow gradually: the
+peak of a plan may be at most twice the highest peak that has fitted so far.
 """
 
 from __future__ import annotations
@@ -51,19 +50,19 @@ LEARNING = 3
 """Number of steps before the first plan."""
 
 WARM_UP = 1
-"""Number of first steps whose times are not used, because they differ from the times of later steps."""
+"""Number of first steps whose times are ignored, because the first steps are slower than later steps."""
 
 FIRST_WINDOW = 16
-"""Divisor of the budget. In the first steps, the in-flight window is the budget divided by this number,
-because other memory is not known yet."""
+"""Ratio of the budget to the in-flight window in the first steps, in which other memory is not measured
+yet."""
 
 ROUNDS, ROUNDS_ON_HOST = 2, 3
-"""Number of steps of each plan in a race. The fastest step counts. Times of the host vary more than times of
-a device, so they need more steps."""
+"""Number of steps of each plan in a race, by the device's clock and by the host's clock. The fastest step of
+a plan counts. Host times vary more, so races by the host's clock take more steps."""
 
 OFF, OFF_STEPS, OTHER_RATE = 0.1, 3, 1 / 3
-"""Limits for a new plan: the change of step times, the number of steps in a row, and the change of a store
-rate."""
+"""Thresholds for a new plan: relative change of step times, number of consecutive steps with this change, and
+relative change of a store rate."""
 
 ROOM_CHANGED = "the limits of the plan have changed"
 
@@ -72,20 +71,21 @@ WORTH_IT = 0.02
 are ignored."""
 
 GROWTH, GROWTH_TO_PLAN = 2, 4 / 3
-"""Limits of plans if the user set no limit, relative to the highest activation peak that has fitted so far.
+"""Growth of plans if the user set no limit, relative to the highest activation peak that has fitted so far.
 
-The peak of a plan may be at most ``GROWTH`` times that peak. A new plan is made when the allowed peak has
-grown by the factor ``GROWTH_TO_PLAN``. The device fills up in a few steps, and each step checks the previous
-prediction.
+The peak of a plan may be at most ``GROWTH`` times the highest peak so far. A new plan is made when the
+allowed peak has grown by the factor ``GROWTH_TO_PLAN``. So plans fill the device within a few steps, and each
+step checks the previous prediction.
 """
 
 AGREE_EVERY = 8
-"""Ranks that share layers agree on a plan after each of the first 16 steps, then after every eighth step."""
+"""Interval of agreements, in steps. Ranks that share layers agree on a plan after each of the first 16 steps,
+then after every eighth step."""
 
 
 Agree = Callable[[dict[str, Placement], tuple[float, float]], dict[str, Placement]]
-"""A function that takes this rank's proposal (a placement for each layer name) and its need. It returns the
-placements that all ranks agreed on."""
+"""Type of a function that takes the placements that a rank proposes, by layer name, and the need of the rank.
+The function returns the placements that all ranks agreed on."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,12 @@ class Task:
     """Settings from which the controller makes plans.
 
     Attributes:
-        policy: The user's placement for each layer.
+        policy: Placement of each layer in the policy.
         layers: Model chunk and module name of each layer.
         limits: Limits that plans must keep.
-        objective: Shortest step, or lowest peak without a longer step.
-        agree: Agrees with the other ranks that have these layers, so that all ranks recompute the same
-            layers. ``None`` if no other rank has these layers.
+        objective: Goal of plans: shortest step, or lowest peak without a longer step.
+        agree: Function that agrees with the other ranks of the same layers, so that all ranks recompute the
+            same layers; ``None`` if no other rank has these layers.
     """
 
     policy: tuple[Placement, ...]
@@ -109,7 +109,7 @@ class Task:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The module name of each layer."""
+        """Module name of each layer."""
         return tuple(name for _, name in self.layers)
 
     @property
@@ -119,7 +119,7 @@ class Task:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether every layer is kept, so that no transfer shows the rates of drives."""
+        """Whether every layer is kept. Without transfers, the rates of drives cannot be measured."""
         return set(self.policy) == {Placement.KEEP}
 
     @property
@@ -133,7 +133,7 @@ class Task:
         return self.limits.budget is not None and self.decides
 
     def first(self) -> Plan:
-        """Return the plan of the first steps."""
+        """Return the plan for the first steps."""
         window, budget = self.limits.window, self.limits.budget
         if budget is not None and self.has_budget:
             window = min(budget // FIRST_WINDOW, budget if window is None else window)
@@ -149,18 +149,18 @@ class State(enum.Enum):
 
 
 class Controller:
-    """The controller, which makes the plans of one session.
+    """Controller that makes the plans of one session.
 
     Args:
-        task: Settings from which it makes plans.
+        task: Settings from which the controller makes plans.
 
     Attributes:
-        task: Settings from which it makes plans.
+        task: Settings from which the controller makes plans.
         state: Purpose of the next step.
         steps: Number of steps so far.
-        profile: Measured step from which plans are made; ``None`` until a step is measured.
+        profile: Profile of measured steps, from which plans are made; ``None`` until a step is measured.
         rates: Measured rates of the store.
-        sizes: Sizes of the layers' inputs.
+        sizes: Sizes of the layers' inputs in all steps.
     """
 
     def __init__(self, task: Task) -> None:
@@ -209,18 +209,18 @@ class Controller:
 
     @property
     def wants_saved(self) -> bool:
-        """Whether kept layers run with hooks in the next step, so that the log has their saved tensors."""
+        """Whether kept layers run with hooks in the next step, to log their saved tensors."""
         return self.steps == WARM_UP and self.task.keeps_all
 
     @property
     def wants_memory(self) -> bool:
-        """Whether the peak of the next step must be measured."""
+        """Whether the activation peak of the next step must be measured."""
         return self.task.has_budget and (self.state is not State.HOLD or not self._measured)
 
     def least(self, plan: Plan) -> Plan:
         """Return a safe plan for the rest of a step that is larger than ``plan`` allows.
 
-        Layers are still recomputed if the ranks have agreed to recompute them.
+        Layers that the ranks have agreed to recompute are still recomputed.
         """
         first = self.task.first()
         if self.task.agree is None:
@@ -237,7 +237,7 @@ class Controller:
     def limit(self, limits: Limits) -> None:
         """Set the limits for plans from the next step on."""
         self.task = replace(self.task, limits=limits)
-        self._limits_changed = self.state is not State.LEARN  # the first plan is made for these limits anyway
+        self._limits_changed = self.state is not State.LEARN  # the first plan uses the new limits anyway
 
     # ---- between steps ---------------------------------------------------------------------------
 
@@ -259,7 +259,7 @@ class Controller:
             return self._after_step(seen)
         except Exception as error:  # noqa: BLE001 - training can continue without a new plan
             what = f"no plan could be made after step {self.steps}: {error!r}"
-            self._warn("failed", f"{what}. Training continues with the old plan. Please report this")
+            self._warn("failed", f"{what}. Training continues with the old plan. Please report this error")
             return seen.plan
 
     def _after_step(self, seen: StepObservation) -> Plan:
@@ -297,7 +297,7 @@ class Controller:
     def _forget_warm_up(self) -> None:
         """Discard times of the first step.
 
-        In this step files grow, caches are cold and gradients appear late.
+        In the first step, files grow, caches are cold and gradients appear late.
         """
         self.rates.forget()
         self._headrooms = {}
@@ -306,7 +306,7 @@ class Controller:
             self.profile = replace(profile, timings=({},) * len(profile.kinds))
 
     def _update_profile(self, seen: StepObservation, taken: int | None) -> None:
-        """Update the profile and the headroom if this step has new information."""
+        """Update the profile and the headroom if a measured step has new information."""
         is_due = self._limits_changed or self._off >= OFF_STEPS - 1 or self.steps % AGREE_EVERY == 0
         if self.state is State.HOLD and not is_due:
             return
@@ -354,7 +354,7 @@ class Controller:
     # ---- solve -----------------------------------------------------------------------------------
 
     def _case(self, spare: float = 0.0) -> Case:
-        """Return the input of the solver. ``spare`` is the fraction of the budget that stays free."""
+        """Return the input of the solver, with a budget of which the fraction ``spare`` stays free."""
         profile, bandwidth, limits = self.profile, self.rates.bandwidth(), self.task.limits
         if profile is None or bandwidth is None:
             raise RuntimeError("no plan can be made before a step is measured")
@@ -372,10 +372,7 @@ class Controller:
         )
 
     def _solve(self) -> Plan:
-        """Return the best plan that leaves a part of the budget free.
-
-        If there is no such plan, return the best plan.
-        """
+        """Return the best plan that leaves a part of the budget free, if possible."""
         case = self._case(UNMEASURED)
         plan = solve(case)
         if not case.fits(plan):
@@ -386,7 +383,10 @@ class Controller:
         return plan
 
     def _warn_of(self, case: Case, plan: Plan) -> None:
-        """Warn about a limit that the plan exceeds. If the device is full, the session warns."""
+        """Warn about a limit that the plan exceeds.
+
+        If the device is full, the session gives the warning instead.
+        """
         limits, found = self.task.limits, case.played(plan)
         if found.sent_bytes > case.limits.planned_in(found.seconds):
             self._warn("writes", over_writes(case, plan))
@@ -407,17 +407,17 @@ class Controller:
         # The first step has one-time allocations.
         if self.steps == WARM_UP and not seen.record.fallback_kept_bytes:
             return self._next_lesson()
-        if self.state is State.LEARN:  # no plan is known whose peak is lower than in the first steps
+        if self.state is State.LEARN:  # no plan is known with a lower peak than the first steps
             return self._start_race(self._why)
         if seen.plan.prediction is None or seen.plan.prediction.peak_bytes <= self.task.limits.planned:
-            self._excess += over  # otherwise no plan is known to fit, and a smaller budget would not help
+            self._excess += over  # otherwise no plan fits, and a smaller budget would not help
         self.state, self._off, self._usual = State.HOLD, 0, []
         return self._solve()
 
     # ---- TRY -------------------------------------------------------------------------------------
 
     def _after_try(self, seen: StepObservation) -> Plan:
-        """Add a measured step to the race. Return the plan of the next step, or the winner."""
+        """Add a measured step to the race. Return the plan for the next step, or the winner."""
         if self._limits_changed:  # the racing plans were made for a different budget
             self._limits_changed = False
             return self._start_race(ROOM_CHANGED)
@@ -437,7 +437,7 @@ class Controller:
         winner = min(raced, key=raced.__getitem__, default=first)
         if winner != first and first in raced:
             better, worse = significant(raced[winner]), significant(raced[first])
-            self._why = f"it was faster than the other plan ({better} s instead of {worse} s)"
+            self._why = f"the plan was faster than another plan ({better} s instead of {worse} s)"
         if self.profile is not None and winner in self._headrooms:
             self.profile = replace(self.profile, headroom=self._headrooms[winner])
         case = self._case()
@@ -462,8 +462,8 @@ class Controller:
     def _improved(self, case: Case, winner: Plan) -> Plan:
         """Return the fastest of the measured plans, or a plan that is faster by the measured times.
 
-        A better plan is returned at most once. Measured times may show that a plan writes more per day than
-        the limit allows. Such a plan never wins.
+        An improved plan is returned at most once. A plan that writes more per day than the limit allows, by
+        the measured times, never wins.
         """
         # Assume the highest headroom of all racing plans.
         most = max(self._headrooms.values(), default=case.profile.headroom)
@@ -483,7 +483,7 @@ class Controller:
     # ---- HOLD ------------------------------------------------------------------------------------
 
     def _after_hold(self, seen: StepObservation) -> Plan:
-        """Return the current plan. If step times or the store have changed, return a new plan."""
+        """Return the current plan, or a new plan if step times or the store have changed."""
         case, was, seconds = self._case(), self._bandwidth, _seconds(seen)
         # Compare with measured times, because the prediction may have a constant error.
         if len(self._usual) < OFF_STEPS:
@@ -493,9 +493,9 @@ class Controller:
         moved = was is not None and case.bandwidth.differs_from(was, OTHER_RATE)
         if not (moved or self._limits_changed or self._off >= OFF_STEPS):
             return seen.plan
-        why = "the times of three steps in a row have changed"
+        why = "the times of three consecutive steps have changed"
         if self._limits_changed or moved:
-            why = f"the store now gives {case.bandwidth} instead of {was}" if moved else ROOM_CHANGED
+            why = f"the store rates are now {case.bandwidth} instead of {was}" if moved else ROOM_CHANGED
         self._off, self._usual, self._limits_changed = 0, [], False
         now, better = case.predicted(seen.plan), self._solve()
         if not case.fits(now):
@@ -507,7 +507,7 @@ class Controller:
     # ---- agreement of ranks ----------------------------------------------------------------------
 
     def need_of(self, proposed: Plan) -> tuple[float, float]:
-        """Return the bytes over the budget and the seconds of this rank's step if no layer is recomputed."""
+        """Return the bytes over the budget and the step time of this rank without recomputation."""
         if self.state is State.LEARN or self.profile is None:
             return 0.0, 0.0
         case = self._case()
@@ -534,7 +534,7 @@ class Controller:
     # ---- warnings and logs -----------------------------------------------------------------------
 
     def _warn(self, key: str, text: str) -> None:
-        """Warn once per cause, so that a warning does not suppress warnings with other causes."""
+        """Give a warning once per cause, so that a warning does not suppress warnings with other causes."""
         if key not in self._warned:
             self._warned.add(key)
             warn(text, RuntimeWarning)
@@ -560,7 +560,7 @@ class Controller:
 
 
 def bytes_taken(record: StepRecord, limits: Limits) -> int | None:
-    """Return the number of budget bytes that a step used; ``None`` if it was not measured."""
+    """Return the number of budget bytes that a step used; ``None`` if memory was not measured."""
     peak, base = record.device_peak_bytes, record.base_bytes
     if not limits.nets_gradients or record.activation_peak_bytes is None or peak is None or base is None:
         return record.activation_peak_bytes
@@ -576,7 +576,7 @@ def _may_try(case: Case, layer: int, way: Placement) -> bool:
 
 
 def _is_worth_it(better: Plan, now: Plan) -> bool:
-    """Return True if ``better`` is predicted to be clearly faster than ``now``."""
+    """Return True if the prediction of ``better`` is clearly faster than the prediction of ``now``."""
     new, old = better.prediction, now.prediction
     return new is not None and old is not None and new.seconds <= (1 - WORTH_IT) * old.seconds
 

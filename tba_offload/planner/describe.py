@@ -1,4 +1,4 @@
-"""Text about plans: the placements, the prediction, the reasons and the warnings."""
+"""Texts about plans: placements, predictions, reasons and warnings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def describe(names: Sequence[str], plan: Plan, occasion: str, case: Case) -> str
 
     Args:
         names: Module name of each layer.
-        plan: The plan.
+        plan: The plan to describe.
         occasion: Event that caused the plan.
         case: Input of the solver.
     """
@@ -31,12 +31,12 @@ def describe(names: Sequence[str], plan: Plan, occasion: str, case: Case) -> str
         peak = readable_size(expected.activation_peak)
         parts.append(f"predicted peak {peak}, predicted step {significant(expected.seconds)} s{waits}")
     if written := written_a_day(case, plan):
-        parts.append(f"It {written}")
+        parts.append(f"The plan {written}")
     return ". ".join([*parts, reason(case), f"Reason for this plan: {occasion}"])
 
 
 def reason(case: Case) -> str:
-    """Return the reason for a plan: the available memory and the rate of the store."""
+    """Return the reason for a plan as text: the available memory and the rate of the store."""
     keep = f"Keeping all layers needs {readable_size(case.keep.activation_peak)}"
     if case.objective is Objective.MEMORY:
         return f"{keep}. The plan has the lowest peak without a longer step. {_store(case)}"
@@ -54,34 +54,34 @@ def reason(case: Case) -> str:
 
 
 def _store(case: Case) -> str:
-    """Return a text with two rates: the drives', and the rate to offload all layers without waits."""
+    """Return a text with the rate of the store, and the rate to offload all layers without waits."""
     profile, given = case.profile, readable_rate(case.bandwidth.write)
     slots = [slot for slot in profile.slots if not slot.backward]
     seconds = sum(profile.timing(slot.layer, Placement.KEEP).forward + slot.gap for slot in slots)
     saved = sum(profile.kind_of(slot.layer).whole_bytes for slot in slots)
     in_host = 0 if case.bandwidth.host is None else case.bandwidth.host.capacity or 0
     needed = max(saved - in_host, 0) / seconds if seconds else 0.0
-    return f"The store writes {given}, and offloading all without waits needs {readable_rate(needed)}"
+    return f"The store writes {given}, and offloading all layers without waits needs {readable_rate(needed)}"
 
 
 def written_a_day(case: Case, plan: Plan) -> str | None:
-    """Return the bytes that a plan writes per day, as text. ``None`` without a limit."""
+    """Return a text with the bytes that a plan writes per day; ``None`` without a limit."""
     allowed, found = case.limits.written_per_day, case.played(plan)
     if allowed is None:
         return None
     day = readable_size(bytes_per_day(found.sent_bytes, found.seconds))
-    return f"writes up to {day} a day (store.write_bytes_per_day: {readable_size(allowed)})"
+    return f"writes up to {day} per day (store.write_bytes_per_day: {readable_size(allowed)})"
 
 
 def over_writes(case: Case, plan: Plan) -> str:
-    """Return the warning that every plan exceeds the limit of written bytes."""
+    """Return the warning that all plans exceed the limit of written bytes."""
     allowed, written = readable_size(case.limits.written_per_day or 0), written_a_day(case, plan)
     what = f"store.write_bytes_per_day of {allowed} cannot be met: even the best plan {written}"
     return f"{what}. Raise the limit, or offload fewer layers"
 
 
 def over_budget(limits: Limits, plan: Plan, case: Case) -> str:
-    """Return the warning that every plan exceeds the budget, with the parts of the lowest peak."""
+    """Return the warning that all plans exceed the budget, with the parts of the lowest peak."""
     profile, found = case.profile, case.played(plan)
     left, setting = "", "budget.activation_bytes"
     if limits.device is not None:

@@ -1,7 +1,7 @@
 """Computation of the profile of a step from its trace.
 
-Compute times come from the clock of the device that ran the work. The time at which an activation is saved or
-used is stored as a fraction of its layer's host time, because only the order of activations matters there.
+Compute times come from the clock of the device that ran the work. The times at which an activation is saved
+and used are fractions of its layer's host time, because only the order of activations matters.
 """
 
 from __future__ import annotations
@@ -41,34 +41,33 @@ LayerKey = tuple[int, str]
 """Model chunk and module name of a layer."""
 
 ALIKE = 0.25
-"""Largest relative difference in bytes between layers of one kind. These layers have equal numbers of
+"""Largest relative difference in bytes between layers of one kind. Layers of one kind have equal numbers of
 activations."""
 
 OFFLOADED, REBUILT, LEARNED_KEEP = "offloaded", "rebuilt", "learned keep"
 """Values of ``treatment`` in an activation trace."""
 
 UNKNOWN = LayerKind((), small_bytes=0, input_bytes=0)
-"""Kind of a layer that was never measured."""
+"""Placeholder for the kind of a layer that was never measured."""
 
 REMEMBERED = 3
-"""Number of steps. The time of a layer is its median over these steps, so that a single slow step has no
-effect."""
+"""Number of steps whose median is the time of a layer, so that a single slow step has no effect."""
 
 
 EVIDENCE = 32 << 20
-"""Number of bytes in one direction. After this many bytes, measured rates replace the result of the probe."""
+"""Number of bytes in one direction after which measured rates replace the rates of the probe."""
 
 
 _Size = tuple[int, int]
-"""Number of activations that a layer saves, and their bytes. Both figures are similar for layers of one
-kind."""
+"""Number and bytes of the activations that a layer saves, which are similar for layers of one kind."""
 
 RunSize = tuple[int, ...]
-"""Size of a run: the number of the layer's runs that wait for backward, then all tensor dimensions."""
+"""Size of a run of a layer: the number of the layer's runs that wait for backward, then all tensor
+dimensions."""
 
 
 class SeenBeside(NamedTuple):
-    """Largest memory other than saved activations in a step: at the loss, and while each layer runs."""
+    """Largest memory in a step beside saved activations: at the loss, and while each layer runs."""
 
     at_loss: int
     layers: Sequence[Beside]
@@ -85,9 +84,9 @@ class StepObservation:
         plan: The plan of the step.
         record: The figures of the step.
         began: Start of the step, by :func:`time.perf_counter`.
-        beside: Memory other than the activations of layers. ``None`` if it was not measured.
-        on_device: Returns the times of the step by the clock of an asynchronous device.
-        not_recomputed: Layers that must not run twice.
+        beside: Memory beside the activations of layers; ``None`` if not measured.
+        on_device: Function that returns the times of the step by the clock of an asynchronous device.
+        not_recomputed: Layers that must not be recomputed.
     """
 
     trace: StepTrace
@@ -102,7 +101,10 @@ class StepObservation:
 
 
 class _Run(NamedTuple):
-    """One run of a layer and its saved activations. Intervals are (start, end), in compute and host time."""
+    """One run of a layer and its saved activations.
+
+    Intervals are pairs of start and end, in compute time and in host time.
+    """
 
     layer: int
     scope: ScopeTrace
@@ -121,7 +123,7 @@ class _Run(NamedTuple):
     def is_captured(self) -> bool:
         """Whether hooks recorded the tensors that the run saves.
 
-        If there is a run log, kept layers run with hooks in one step.
+        If the run has a run log, kept layers run with hooks in one step.
         """
         return self.way.is_offloaded or (self.way is Placement.KEEP and bool(self.saved))
 
@@ -133,8 +135,8 @@ def profile_of(
 
     Args:
         seen: The measured step.
-        layers: Model chunk and name of each layer of this process.
-        before: Profile from earlier steps of the same size, to be updated with this step.
+        layers: Model chunk and module name of each layer of this process.
+        before: Profile of earlier steps of the same size, which the new step updates.
         nets: Whether the profile needs the times at which gradients appear.
 
     Returns:
@@ -175,7 +177,10 @@ def profile_of(
 
 
 def _clock(stalls: Sequence[tuple[float, float]]) -> Callable[[float], float]:
-    """Return a function from wall time to compute time. Compute time stops while compute waits for I/O."""
+    """Return a function that converts wall time to compute time.
+
+    Compute time stops while compute waits for I/O.
+    """
     begins = [began for began, _ in stalls]
     waited = [0.0, *accumulate(ended - began for began, ended in stalls)]
 
@@ -188,7 +193,7 @@ def _clock(stalls: Sequence[tuple[float, float]]) -> Callable[[float], float]:
 
 
 def _intervals(times: StepTimes) -> list[tuple[tuple[float, float], tuple[float, float]]]:
-    """Return the compute intervals of each scope: forward and backward.
+    """Return the compute intervals of forward and backward for each scope.
 
     Backward lasts until the next event.
     """
@@ -207,9 +212,9 @@ def _intervals(times: StepTimes) -> list[tuple[tuple[float, float], tuple[float,
 def _slots(runs: Sequence[_Run], began: float, most_gradients: int | None) -> tuple[tuple[Slot, ...], float]:
     """Return the slots of a step in order, and the end of the last slot.
 
-    Gradients appear during a backward, and a program may free the old gradients before it. A slot therefore
-    gets the larger of two counts: the count at its start and the count at the start of the next slot. If
-    gradients were not counted, a slot gets 0.
+    Gradients appear during a backward, and a program may free old gradients before a backward. So the
+    gradient bytes of a slot are the larger count at the start of the slot and at the start of the next slot.
+    If gradients were not counted, the gradient bytes are 0.
     """
     intervals = [(run.forward, run, False) for run in runs] + [(run.backward, run, True) for run in runs]
     intervals.sort(key=lambda interval: interval[0][0])
@@ -228,9 +233,9 @@ def _slots(runs: Sequence[_Run], began: float, most_gradients: int | None) -> tu
 
 
 def _with_skipped(slots: Sequence[Slot], layers: set[int]) -> tuple[Slot, ...]:
-    """Return the slots, with added runs of the layers that this step skipped.
+    """Return the slots, with added runs of the layers that the step skipped.
 
-    Added runs are next to neighbouring layers.
+    Added runs are next to the runs of neighbouring layers.
     """
     found = list(slots)
     for missing in sorted(layers - {slot.layer for slot in slots}):
@@ -246,7 +251,7 @@ def _with_skipped(slots: Sequence[Slot], layers: set[int]) -> tuple[Slot, ...]:
 def _timings(
     runs: Sequence[_Run], count: int, layers: Sequence[int], before: StepProfile | None
 ) -> tuple[Timings, ...]:
-    """Return the last measurements of each kind and placement, with the median of this step added."""
+    """Return the latest times of each kind and placement, with the median of a new step added."""
     found: defaultdict[tuple[int, Placement], list[Timing]] = defaultdict(list)
     for run in runs:
         timing = Timing(run.forward[1] - run.forward[0], run.backward[1] - run.backward[0])
@@ -273,9 +278,9 @@ def _kinds(
 ) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
     """Return the layer kinds, and the kind of each layer.
 
-    Both are empty if no layer was captured in any step.
+    Both results are empty if hooks have recorded no layer in any step.
 
-    A layer without hooks in this step gets its earlier kind, or the most frequent kind.
+    A layer without hooks in the step keeps its earlier kind, or gets the most frequent kind.
     """
     groups: dict[_Size, list[_Run]] = {}
     sizes: dict[int, _Size] = {}
@@ -308,7 +313,7 @@ def _by_scope(activations: Sequence[ActivationTrace]) -> defaultdict[object, lis
 
 
 def _alike(size: _Size, sizes: Iterable[_Size]) -> _Size:
-    """Return the first of ``sizes`` that is similar to ``size``; ``size`` itself if there is none."""
+    """Return the first of ``sizes`` that is similar to ``size``, or ``size`` if no size is similar."""
     for other in sizes:
         if other[0] == size[0] and abs(other[1] - size[1]) <= ALIKE * max(other[1], size[1]):
             return other
@@ -341,7 +346,10 @@ def _saved(
     known: Saved | None,
     clock: Callable[[float], float],
 ) -> Saved:
-    """Return one activation of similar layers. Values that this step did not measure come from ``known``."""
+    """Return one activation that represents similar layers.
+
+    Values that the step did not measure come from ``known``.
+    """
     pairs = list(zip(runs, column, strict=True))
     saved_at = statistics.median(_fraction(clock(each.packed_at), run.host_forward) for run, each in pairs)
     # If other activations are rebuilt from an activation, it may be needed before its own use.
@@ -363,10 +371,10 @@ def _fraction(when: float, interval: tuple[float, float]) -> float:
 
 
 def with_beside(profile: StepProfile, seen: SeenBeside, placements: Sequence[Placement]) -> StepProfile:
-    """Return the profile with the largest memory beside activations that was measured for each kind.
+    """Return the profile with the largest measured memory beside activations for each kind.
 
-    The meter's figure includes the bytes that a running layer itself keeps or recomputes. The simulator
-    counts these bytes as part of the layer, so they are subtracted here.
+    The meter includes bytes that a running layer itself keeps or recomputes. The simulator counts these bytes
+    as part of the layer, so the function subtracts these bytes.
     """
     found: dict[int, Beside] = {}
     for layer, (way, beside) in enumerate(zip(placements, seen.layers, strict=True)):
@@ -397,19 +405,19 @@ class Rates:
         self.forget()
 
     def forget(self) -> None:
-        """Discard the measurements of the first step. In this step files grow and caches are cold."""
+        """Discard the measurements of the first step. In the first step, files grow and caches are cold."""
         self._drives, self._host = _TierRates(), _TierRates()
         self._order: list[str] = []
         self._fell_back = False
 
     def note_probe(self, write: float, read: float) -> None:
-        """Set the probed rates of the first tier as lower bounds until steps have measured enough."""
+        """Set the probed rates of the drives as lower bounds, until steps have transferred enough bytes."""
         self._floor = write, read
 
     def note(self, loads: Sequence[DriveLoad], *, fell_back: bool) -> None:
         """Add the transfers of a step.
 
-        ``fell_back`` is True if activations stayed in memory because the store was full.
+        Pass ``fell_back=True`` if activations stayed in memory because the store was full.
         """
         self._fell_back |= fell_back
         self._order = [load.tier for load in loads]
@@ -417,7 +425,7 @@ class Rates:
             tier.note([load for load in loads if load.tier == name and load.in_service])
 
     def bandwidth(self) -> Bandwidth | None:
-        """Return the median of the last three steps; ``None`` if there were no transfers and no probe."""
+        """Return the median rates of the last three steps; ``None`` without transfers and without a probe."""
         host_first = self._order[:1] == ["host"]
         drives = self._drives.bandwidth(None if host_first else self._floor)
         host = self._host.bandwidth(self._floor if host_first else None)
@@ -461,14 +469,14 @@ class _TierRates:
 
 
 class Sizes:
-    """The sizes of a session's steps. Plans are made for the largest size.
+    """Sizes of a session's steps. Plans are made for the largest size.
 
     A run is larger than another run if one of its dimensions is larger, or if more runs wait for backward. A
-    step is also larger if more layers run in it. If a program skips layers, the largest number of layers
+    step is also larger if more layers run in it. In a program that skips layers, the largest number of layers
     counts.
 
     Attributes:
-        is_largest: Whether the last step was as large as the size that plans are made for.
+        is_largest: Whether the last step was as large as the largest size.
     """
 
     def __init__(self) -> None:
@@ -484,7 +492,10 @@ class Sizes:
         self._has_grown = False
 
     def note(self, layer: int, size: RunSize) -> bool:
-        """Add a run that is about to start. Return True if the step is still within the planned size."""
+        """Add a run of a layer before the run starts.
+
+        Return True if the step is still within the planned size.
+        """
         self._runs += 1
         self._seen[layer].add(size)
         if self._runs > self._most_runs or not _is_within(size, self._planned.get(layer, ())):
@@ -492,7 +503,10 @@ class Sizes:
         return not self._has_grown
 
     def end_step(self) -> bool:
-        """Return True if the step was larger than planned. Later plans then include its size."""
+        """Return True if the step was larger than planned.
+
+        The planned size then grows to the size of this step.
+        """
         seen = set().union(*self._seen.values())
         planned = set().union(*(self._planned.get(layer, set()) for layer in self._seen))
         self.is_largest = self._has_grown or (

@@ -1,7 +1,7 @@
 """Data classes of the planner: step profiles, rates, limits, plans and predictions.
 
-A profile holds no tensors. It is measured from the trace of a step (:mod:`tba_offload.planner.measure`) and
-written to the run log as JSON. It is the only description of a step that the simulator needs.
+A step profile is measured from the trace of a step (:mod:`tba_offload.planner.measure`) and written to the
+run log as JSON. A profile holds no tensors. The simulator needs no other description of a step.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Saved(NamedTuple):
     """One activation: a storage that a layer saves for backward.
 
     Attributes:
-        nbytes: Its size.
-        at: When it is saved, as a fraction of the layer's forward time.
-        until: When backward first uses it, as a fraction of the layer's backward time.
-        rebuilt: Whether ``offload-remat`` rebuilds the activation instead of offloading it. ``None`` if
-            unknown.
+        nbytes: Size of the storage in bytes.
+        at: Time at which the storage is saved, as a fraction of the layer's forward time.
+        until: Time at which backward first uses the storage, as a fraction of the layer's backward time.
+        rebuilt: Whether ``offload-remat`` rebuilds the activation, and does not offload the activation;
+            ``None`` if unknown.
     """
 
     nbytes: int
@@ -56,13 +56,13 @@ class Saved(NamedTuple):
 class Beside(NamedTuple):
     """Largest memory while a layer runs, without the saved activations of layers.
 
-    This memory consists of temporaries, gradients of activations, and other memory in use.
+    The memory consists of temporaries, gradients of activations, and other memory in use.
 
     Attributes:
-        forward: From the start of this layer's forward to the start of the next layer's forward.
-        backward: The same for backward, if the saved activations are read back one after another.
-        whole: The same for backward, if all saved activations are in memory from the start. Backward frees
-            some of these activations before it reaches its own peak.
+        forward: Bytes from the start of the layer's forward to the start of the next layer's forward.
+        backward: Bytes during the layer's backward, if saved activations are read back one after another.
+        whole: Bytes during the layer's backward, if all saved activations are in memory from the start.
+            Backward frees some of these activations before the peak of backward.
     """
 
     forward: int = 0
@@ -76,15 +76,15 @@ class Beside(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Common properties of similar layers.
+    """Properties that similar layers share.
 
     Attributes:
-        activations: The activations that one run saves, in order.
+        activations: The activations that one run of the layer saves, in order.
         small_bytes: Bytes of tensors that are too small to offload.
         input_bytes: Bytes of the layer's input, which stay in memory if the layer is recomputed.
-        attention_bytes: Bytes of the output of the layer's fused attention. ``None`` if unknown.
-        beside: Memory beside activations. ``None`` if memory was never measured.
-        sources: Activations that ``offload-remat`` offloads only to rebuild other activations from them.
+        attention_bytes: Bytes of the output of the layer's fused attention; ``None`` if unknown.
+        beside: Memory beside activations; ``None`` if memory was never measured.
+        sources: Activations that ``offload-remat`` offloads only in order to rebuild other activations.
     """
 
     activations: tuple[Saved, ...]
@@ -96,12 +96,12 @@ class LayerKind:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all activations that can be offloaded."""
+        """Bytes of all activations of the layer that can be offloaded."""
         return sum(saved.nbytes for saved in self.activations)
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of all saved tensors."""
+        """Bytes of all saved tensors of the layer."""
         return self.nbytes + self.small_bytes
 
     def staying(self, percent: int) -> frozenset[int]:
@@ -110,12 +110,12 @@ class LayerKind:
 
     @property
     def rebuilt_bytes(self) -> int:
-        """Bytes that ``offload-remat`` rebuilds. The value is 0 if unknown."""
+        """Bytes that ``offload-remat`` rebuilds; 0 if unknown."""
         return sum(saved.nbytes for saved in self.activations if saved.rebuilt)
 
     @property
     def spared_bytes(self) -> int:
-        """Bytes that ``offload`` offloads and ``offload-remat`` does not. The value is 0 if unknown."""
+        """Bytes that ``offload`` writes but ``offload-remat`` does not write; 0 if unknown."""
         return self.rebuilt_bytes - sum(saved.nbytes for saved in self.sources)
 
     @property
@@ -137,12 +137,12 @@ Timings = dict[Placement, tuple[Timing, ...]]
 
 @functools.lru_cache
 def median_of(timings: tuple[Timing, ...]) -> Timing:
-    """Return the median of each direction."""
+    """Return the median times of forward and backward."""
     return Timing(*(statistics.median(values) for values in zip(*timings, strict=True)))
 
 
 def computed_as(placement: Placement) -> Placement:
-    """Return the measured placement that does the same computation as ``placement``."""
+    """Return the placement whose measured times apply to ``placement``, because both compute the same."""
     way = placement.as_run
     if way.percent < 100:
         return Placement.OFFLOAD
@@ -154,8 +154,8 @@ class Slot(NamedTuple):
 
     Attributes:
         layer: Index of the layer.
-        micro_batch: Number of the forward pass.
-        backward: Whether the run is a backward.
+        micro_batch: Number of the forward pass in the step.
+        backward: Whether the run is a backward of the layer.
         gap: Seconds of other compute before the run.
         gradients: Largest number of gradient bytes during the run; 0 if gradients are not included.
     """
@@ -169,16 +169,16 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """One step of one process.
+    """Profile of one step of one process.
 
     Attributes:
-        kinds: The layer kinds.
-        layers: Index into ``kinds`` for each layer.
-        timings: Measured times of each kind.
-        slots: The runs of the step, in order.
+        kinds: The kinds of layers.
+        layers: Index into ``kinds`` of each layer.
+        timings: Measured times of each layer kind.
+        slots: The runs of layers in the step, in order.
         tail: Seconds of compute after the last slot.
-        loss_bytes: Bytes between the last forward and its backward that layers have not saved.
-        headroom: Measured peak minus the peak that this profile predicts, in bytes. May be negative.
+        loss_bytes: Bytes between the last forward and its backward, without bytes that layers have saved.
+        headroom: Measured peak minus the peak that the profile predicts, in bytes. May be negative.
     """
 
     kinds: tuple[LayerKind, ...]
@@ -209,7 +209,7 @@ class StepProfile:
         return replace(self, slots=slots)
 
     def timing(self, layer: int, placement: Placement) -> Timing:
-        """Return the seconds of a layer under a placement. If they were not measured, return an estimate.
+        """Return the seconds of a layer under a placement. If times were not measured, return an estimate.
 
         Two rules correct noisy measurements. First, keeping takes no longer than offloading. Second,
         recomputing takes longer by one forward.
@@ -261,13 +261,13 @@ class StepProfile:
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Rates of all drives together, and of host memory that is used together with drives.
+    """Rates of all drives together, and of host memory in addition to drives.
 
     Attributes:
-        write: Written bytes per second.
-        read: Read bytes per second.
+        write: Bytes written per second.
+        read: Bytes read per second.
         capacity: Capacity in bytes. ``None`` for no limit.
-        host: Rates of host memory. ``None`` if there is none, or if no step has used it.
+        host: Rates of host memory; ``None`` if host memory is not used.
         host_first: Whether host memory takes writes first.
     """
 
@@ -282,7 +282,7 @@ class Bandwidth:
         return replace(self, write=self.write * factor, read=self.read * factor)
 
     def differs_from(self, other: Bandwidth, share: float) -> bool:
-        """Return True if a rate or the capacity differs from that in ``other`` by more than ``share``."""
+        """Return True if a rate or the capacity differs from ``other`` by more than ``share``."""
         pairs = zip_longest(self._figures(), other._figures(), fillvalue=0.0)
         return any(not (1 - share) * old <= new <= (1 + share) * old for new, old in pairs)
 
@@ -291,7 +291,7 @@ class Bandwidth:
         return own if self.host is None else own + self.host._figures()
 
     def __str__(self) -> str:
-        host = "" if self.host is None else f", beside host memory with {self.host}"
+        host = "" if self.host is None else f", and host memory with {self.host}"
         return f"{readable_rate(self.write)} written, {readable_rate(self.read)} read{host}"
 
 
@@ -302,8 +302,7 @@ class DeviceShare:
     Attributes:
         device_bytes: Largest number of bytes that may be allocated on the device.
         base_bytes: Bytes in use before the forward of a step, without gradients.
-        gradient_bytes: Largest number of bytes at one time of gradients and of frozen weights that are read
-            for a layer.
+        gradient_bytes: Largest number of bytes of gradients, and of frozen weights in use, at one time.
     """
 
     device_bytes: int
@@ -314,17 +313,17 @@ class DeviceShare:
     def left(self) -> int:
         """Bytes left for activations.
 
-        The number is negative if the device is too small even without activations.
+        A negative number means that the device is too small even without activations.
         """
         return self.device_bytes - self.base_bytes - self.gradient_bytes
 
     @property
     def budget(self) -> int:
-        """Largest activation peak for this device."""
+        """Largest activation peak that the device allows."""
         return max(int((1 - SPARE) * self.left), 0)
 
     def holds_for(self, other: DeviceShare) -> bool:
-        """Return True if the budget of this share fits ``other`` and leaves little of its memory unused."""
+        """Return True if the budget also fits ``other`` and leaves little memory of ``other`` unused."""
         left = max(other.left, 0)
         return (1 - 2 * SPARE) * left <= self.budget <= left
 
@@ -342,10 +341,11 @@ class Limits:
         budget: Largest activation peak in bytes.
         window: Largest number of bytes in flight.
         written_per_day: Largest number of bytes written to the drives per day.
-        device: Device memory from which the budget was derived; ``None`` if it was not derived from a device.
-        nets_gradients: Whether activations may use memory that gradients need later. A budget derived from a
-            device leaves room for all gradients. Most gradients appear after activations are freed.
-        is_fit: Whether the user set no limit. The limit is then the free memory of the device.
+        device: Device memory from which the budget was derived; ``None`` if the policy sets the budget.
+        nets_gradients: Whether activations may use memory that gradients need later. A budget that is derived
+            from a device leaves room for all gradients, but most gradients appear only after activations are
+            freed.
+        is_fit: Whether the policy sets no limit, so that the free memory of the device is the limit.
     """
 
     budget: int | None = None
@@ -372,7 +372,7 @@ class Limits:
         return float("inf") if self.budget is None else self.budget * (1 - MARGIN)
 
     def planned_in(self, seconds: float) -> float:
-        """Return the number of bytes that a step with this duration may write."""
+        """Return the number of bytes that a step may write within the daily limit."""
         if self.written_per_day is None:
             return float("inf")
         return self.written_per_day * seconds / DAY * (1 - MARGIN)
@@ -386,14 +386,14 @@ class Prediction:
         seconds: Duration of the step.
         stall_seconds: Seconds in which compute waits for I/O.
         peak_bytes: Largest number of budget bytes in use, including memory beside activations and the
-            headroom. It is the activation peak minus the room of gradients that do not exist yet.
+            headroom. The number is the activation peak minus the room of gradients that do not exist yet.
         written_bytes: Bytes written to drives.
         activation_peak: Activation peak in bytes.
         held_bytes: Largest part of ``peak_bytes`` that is not in flight.
         forwarded_bytes: Bytes of offloaded layers that backward found in memory.
-        sent_bytes: Largest number of bytes that the step may write to drives. It writes this number if
-            backward finds none of the bytes in memory.
-        host_bytes: Bytes written to host memory that is used together with drives.
+        sent_bytes: Largest number of bytes that the step may write to drives: the bytes written if backward
+            finds no offloaded bytes in memory.
+        host_bytes: Bytes written to host memory, if host memory is used in addition to drives.
     """
 
     seconds: float
@@ -409,13 +409,13 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep(Prediction):
-    """Expected figures of a step under the plan for a budget.
+    """Predicted figures of a step under the plan for a budget.
 
     Attributes:
-        budget_bytes: Largest activation peak that the plan allows. ``None`` for no limit.
+        budget_bytes: Largest activation peak that the budget allows; ``None`` for no limit.
         fits: Whether the plan stays within the budget.
         layers: Number of layers per placement, for example ``"4 keep, 8 offload"``.
-        window_bytes: Largest number of bytes in flight. ``None`` for no limit.
+        window_bytes: Largest number of bytes in flight; ``None`` for no limit.
     """
 
     budget_bytes: int | None
@@ -430,8 +430,8 @@ class Plan:
 
     Attributes:
         placements: Placement of each layer, in the order of the session's layers.
-        window: Largest number of bytes in flight. ``None`` for no limit.
-        prediction: Expected figures. ``None`` if they were not computed.
+        window: Largest number of bytes in flight; ``None`` for no limit.
+        prediction: Predicted figures of a step; ``None`` if not computed.
     """
 
     placements: tuple[Placement, ...]

@@ -1,4 +1,4 @@
-"""Classes that put plans in force, and replace a plan if a step is too large for it."""
+"""Classes that apply plans, and replace a plan that a step exceeds."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ if TYPE_CHECKING:
 
 
 class Planning:
-    """The plan in force, and the code that replaces it.
+    """The plan in use, and the code that replaces the plan.
 
     Args:
         plan: The plan of the policy.
-        layers: For each layer, its number in activation keys.
-        capture: Reports the saved tensors of layers, and forgets learned values of layers with a new
-            placement.
-        offloader: Applies the in-flight window.
-        probe: Measures the store before the first plan. Returns the write and read rates in bytes per second.
+        layers: Number of each layer in activation keys.
+        capture: The capture, which reports saved tensors of layers, and forgets learned values of layers with
+            a new placement.
+        offloader: The offloader, which applies the in-flight window.
+        probe: Function that measures the store before the first plan, and returns the write and read rates in
+            bytes per second.
 
     Attributes:
-        plan: The plan in force.
-        controller: Makes new plans. ``None`` if there is nothing to decide and nothing to measure.
+        plan: The plan in use.
+        controller: Makes new plans. ``None`` if the session has nothing to decide and nothing to measure.
         chosen: Layers that the controller may recompute.
         seconds: Seconds that training waited for the controller after the last step. ``None`` without a
             controller.
@@ -58,7 +59,7 @@ class Planning:
         self.start(None)
 
     def start(self, controller: Controller | None) -> None:
-        """Start with the plan of the policy, or with the first plan of a controller."""
+        """Use the plan of the policy, or the first plan of a controller."""
         self.controller = controller
         self.seconds: float | None = None if controller is None else 0.0
         self.plan = self.plan if controller is None else controller.task.first()
@@ -70,7 +71,7 @@ class Planning:
 
     @property
     def has_budget(self) -> bool:
-        """Whether a budget limits the plans. The controller then measures the size of each step."""
+        """Whether a budget limits the plans. With a budget, the controller measures the size of each step."""
         return self.controller is not None and self.controller.task.has_budget
 
     @property
@@ -90,7 +91,7 @@ class Planning:
     def begin_step(self) -> None:
         """Begin a step.
 
-        If the last step replaced its plan and then failed, put the replaced plan in force again.
+        If the last step replaced its plan and then failed, use the replaced plan again.
         """
         if self.controller is not None:
             self.controller.sizes.begin_step()
@@ -107,12 +108,12 @@ class Planning:
             self._put_in_force(replace(self.plan, window=limits.window))
 
     def leave_if_over_limits(self) -> None:
-        """Replace the plan for the rest of this step if the plan needs more memory than is available."""
+        """Replace the plan for the rest of the step if the plan needs more memory than available."""
         if self.controller is not None and self.has_budget and self._budget < self._made_for:
             self._leave(self.controller)
 
     def leave_if_outgrown(self, layer: int, size: RunSize) -> None:
-        """Replace the plan for the rest of this step if a layer gets a larger input than planned."""
+        """Replace the plan for the rest of the step if a layer gets a larger input than planned."""
         controller = self.controller
         if controller is not None and not controller.sizes.note(layer, size) and self._outgrown is None:
             self._leave(controller)
@@ -122,7 +123,7 @@ class Planning:
         self._put_in_force(controller.least(self.plan))
 
     def learn(self, seen: StepObservation) -> dict[str, object] | None:
-        """Pass a step to the controller and put its next plan in force.
+        """Pass a finished step to the controller, and use the controller's next plan.
 
         Returns:
             The entry of the new plan for the run log; ``None`` if the plan is not new.
@@ -159,30 +160,30 @@ class Planning:
 SECOND = 2
 """Number of the first step whose gradients are counted.
 
-In the first step, it is not known which backward pass is the last before an update. No optimizer can
-therefore free gradients in this backward.
+In the first step, the last backward pass before an update is unknown, so no optimizer can free gradients
+during this pass.
 """
 
 SLOTS = 3
-"""Number of sub-groups in memory during an update. Memory for them is allocated as soon as at least one
-sub-group is offloaded."""
+"""Number of sub-groups in memory during an update. Memory for these sub-groups is allocated as soon as at
+least one sub-group is offloaded."""
 
 
 class Budget:
-    """The memory that activations may use in a step.
+    """Memory that activations may use in a step.
 
     Args:
         limits: Limits of the policy.
-        planning: The plans and the window, which obey the limits.
-        gradients: Bytes of gradients, and of frozen weights that are read for a layer.
+        planning: The plans and the in-flight window, which keep the limits.
+        gradients: Counter of the bytes of gradients, and of frozen weights in use.
 
     Attributes:
         limits: The current limits.
-        device_bytes: Size of the device from which the limits of each step are derived. ``None`` if no limit
-            is derived from a device.
-        share: Memory of the device that activations cannot use. States that can be offloaded are not
-            included. ``None`` until it is measured.
-        extra_bytes: Returns the bytes of states on the device that can be offloaded.
+        device_bytes: Device memory in bytes from which the limits of each step are derived; ``None`` without
+            a device limit.
+        share: Memory of the device that activations cannot use, without states that can be offloaded;
+            ``None`` until measured.
+        extra_bytes: Function that returns the bytes of states on the device that can be offloaded.
     """
 
     def __init__(self, limits: Limits, planning: Planning, gradients: LiveBytes) -> None:
@@ -197,10 +198,10 @@ class Budget:
     def begin_step(self, base_bytes: int | None) -> None:
         """Update the available memory before forward.
 
-        If it is too small for the plan, replace the plan for this step.
+        If the plan needs more memory, replace the plan for this step.
 
         Args:
-            base_bytes: Bytes in use on the device, without gradients. ``None`` if they were not measured.
+            base_bytes: Bytes in use on the device, without gradients; ``None`` if not measured.
         """
         self._at_begin = self._gradients.nbytes
         self._most_gradients = max(self._most_gradients, self._at_begin)
@@ -208,7 +209,7 @@ class Budget:
         self._planning.leave_if_over_limits()
 
     def end_step(self, record: StepRecord) -> None:
-        """Update the limits with the gradients and the new states of a step, before the next plan is made."""
+        """Update the limits with the gradients and new states of a step, before the next plan is made."""
         if record.step == SECOND:
             self._most_gradients = self._at_begin
         self._most_gradients = max(self._most_gradients, record.gradient_peak_bytes or 0)
@@ -217,7 +218,7 @@ class Budget:
 
     @property
     def of_activations(self) -> int | None:
-        """Largest number of bytes that activations may use now. ``None`` for no limit.
+        """Largest number of bytes that activations may use now; ``None`` for no limit.
 
         Activations may use the memory of gradients that do not exist yet.
         """
@@ -234,7 +235,7 @@ class Budget:
             self._planning.limit(self.limits)
 
     def device_peak(self, taken: int) -> int | None:
-        """Return the expected device peak of a step in bytes; ``None`` if it is unknown.
+        """Return the predicted device peak of a step in bytes; ``None`` if unknown.
 
         Args:
             taken: Bytes of the budget that the step uses.
@@ -258,14 +259,14 @@ class Budget:
 class StatesBeside:
     """Optimizer states that stay on the device if the plan for activations leaves room.
 
-    All sub-groups are offloaded until a plan is in force. Then as many sub-groups as fit stay on the device.
-    When less memory is available, they are offloaded again at once.
+    All sub-groups are offloaded until the first plan. Then as many sub-groups as fit stay on the device. If
+    less memory becomes available, sub-groups are offloaded again at once.
 
     Args:
-        planning: The plan in force.
-        budget: The available memory.
+        planning: The plan in use.
+        budget: The memory that activations may use.
         states: The offloaded states of each optimizer.
-        chosen: Called with each choice: a line of text, and the entry for the run log.
+        chosen: Function that is called with each choice: a line of text, and the entry for the run log.
     """
 
     def __init__(
@@ -290,7 +291,7 @@ class StatesBeside:
         """Choose how many sub-groups stay on the device beside the activations of the next step.
 
         Args:
-            record: The figures of the last step.
+            record: Record of the last step.
 
         Raises:
             TransferError: A sub-group cannot be read or written.
@@ -313,11 +314,11 @@ class StatesBeside:
         self._parts = parts
         for states, part in zip(self._states, parts, strict=True):
             states.arrange(part)
-        line = f"optimizer states: {sum(parts)} of {count} sub-groups are offloaded, the others fit in memory"
+        line = f"optimizer states: {sum(parts)} of {count} sub-groups are offloaded. The others fit in memory"
         self._chosen(line, {"step": record.step, "sub_groups": count, "travelling": sum(parts)})
 
     def close(self) -> None:
-        """Stop the choice of sub-groups."""
+        """Stop choosing sub-groups."""
         self._budget.extra_bytes = int  # breaks a reference cycle
 
 

@@ -1,9 +1,9 @@
-"""The simulator. It simulates a step under a plan, and returns the time and the memory of the step.
+"""The simulator. The simulator computes the time and the memory of a step under a plan.
 
-The simulator follows the offloader, with the rules of :mod:`tba_offload.planner.window`. It writes
-activations in the order in which they are saved. It holds back writes for a part of the window, reads ahead
-in backward, and waits when the window is full. Compute is one sequence of slots. Drives have one queue of
-reads and one of writes, with constant rates. Host memory that is used together with drives has two more.
+The simulator follows the offloader, with the rules of :mod:`tba_offload.planner.window`. Activations are
+written in the order of saving. The simulator holds back writes for a part of the window, reads ahead in
+backward, and waits when the window is full. Compute is one sequence of slots. Drives have one queue of reads
+and one queue of writes, with constant rates. Host memory in addition to drives has its own two queues.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def play(profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> Prediction:
 
 
 class _Item:
-    """One offloaded activation. Its times are infinite until they are known."""
+    """One offloaded activation. Times are infinite until known."""
 
     __slots__ = ("arrives", "blocks", "in_memory", "nbytes", "stays", "tier", "until", "waits", "written")
 
@@ -59,7 +59,7 @@ class _Item:
 
 
 class _Tier(Tier):
-    """The drives or host memory: their room, and the queues of writes and reads."""
+    """Drives or host memory, with free room and queues of writes and reads."""
 
     __slots__ = ("least_room", "read_rate", "reader_free", "room", "writing", "written")
 
@@ -71,12 +71,12 @@ class _Tier(Tier):
 
 
 class LayerUnder(NamedTuple):
-    """One layer under a plan.
+    """A layer under a plan.
 
     Attributes:
-        way: The placement.
-        timing: Seconds of forward and backward.
-        saves: The activations that forward saves, in order. Each has a flag that says whether it stays in
+        way: Placement of the layer.
+        timing: Seconds of the layer's forward and backward.
+        saves: The activations that forward saves, in order, each with a flag for activations that stay in
             memory.
         rebuilt: The activations that backward rebuilds.
         small: Bytes that stay in memory from the start of forward.
@@ -246,7 +246,7 @@ class _Step:
     # ---- memory and time -------------------------------------------------------------------------
 
     def _hold(self, nbytes: int) -> None:
-        """Add bytes that are not in flight."""
+        """Add bytes to memory that is not in flight."""
         self._settle()
         self._settled += nbytes
         self._note()
@@ -320,7 +320,7 @@ class _Step:
             tier.written += item.nbytes
 
     def _tier_for(self, item: _Item, host: _Tier) -> _Tier:
-        """Return the tier that takes a write. Both tiers are full if its room is too small."""
+        """Return the tier that takes a write. If the room of this tier is too small, both tiers are full."""
         drives = self._drives
         wants_host = is_for_host(host, drives, self._window.spills_above, self._share)
         tier, other = (host, drives) if wants_host else (drives, host)
@@ -342,7 +342,7 @@ class _Step:
                 self._next_written = min(self._next_written, tier.writing[0].written)
 
     def _take_back(self, item: _Item) -> None:
-        """Cancel a write that is not submitted yet."""
+        """Cancel a write that was not submitted yet."""
         if item.waits:
             item.waits = False
             self._pending.remove(item)
@@ -351,7 +351,7 @@ class _Step:
     # ---- reading ---------------------------------------------------------------------------------
 
     def _use(self, item: _Item) -> None:
-        """Wait for an activation that backward needs, and hold it in memory."""
+        """Wait for an activation that backward needs, and keep the activation in memory."""
         self._settle()
         if item.stays:
             return
@@ -410,7 +410,7 @@ class _Step:
 
 
 def _passes(slots: list[Slot]) -> list[int]:
-    """Return a number for each backward slot: how many forward passes have followed a backward before it."""
+    """Return how many forward passes have followed a backward, before each backward slot."""
     count, numbers, before = 0, [], False
     for slot in slots:
         count += before and not slot.backward

@@ -1,11 +1,11 @@
-"""The solver. It simulates candidates and returns the best plan.
+"""Solver that simulates candidate plans and returns the best plan.
 
-A candidate has two numbers and one placement that spares the drive. The first number is the number of layers
-that are kept. These are the last layers, because backward needs them first. The second number is the number
-of other layers that are recomputed or partly rebuilt. These layers spare the drive. They are spread evenly,
-so that each of them gives the drive time to transfer another layer. All other layers are offloaded. The
-search tries the two numbers on a grid, then on finer grids. The window is the largest window that fits into
-the budget, even if it is full when the other memory is at its peak.
+A candidate keeps the last layers, because backward needs the last layers first. Some other layers get a
+placement that spares the drive: these layers are recomputed or partly rebuilt. Sparing layers are spread
+evenly, so that each sparing layer gives the drive time to transfer another layer. All other layers are
+offloaded. The search tries the number of kept layers and the number of sparing layers on a grid, then on
+finer grids. Each candidate gets the largest in-flight window that fits into the budget, even if the window is
+full when other memory is at its peak.
 
 The search is deterministic: equal inputs give equal plans.
 """
@@ -37,25 +37,25 @@ GRID = 6
 """Number of intervals of the first grid."""
 
 MOST_PLAYS, LEAST_PLAYS, MOST_PLAYED = 500, 40, 200_000
-"""Limits of the search: the number of simulated plans, and the number of simulated activations. They limit
-the search to about half a second."""
+"""Limits of the search: the largest and smallest number of simulated plans, and the number of simulated
+activations. With these limits, a search takes about half a second."""
 
 MOST_ITEMS = 1500
-"""Largest number of activations in a simulated step. In a larger step, neighbours are merged, so that a
-simulation takes milliseconds."""
+"""Largest number of activations in a simulated step. In a larger step, neighbouring activations are merged,
+so that a simulation takes milliseconds."""
 
 UNMEASURED = 0.05
 """Fraction of the budget that a plan leaves free until a similar step is measured."""
 
 FULLER = 1.1
-"""Factor for the size of a full window. The prediction is less certain if more bytes are in flight."""
+"""Safety factor for the size of a full window, because predictions are less certain if more bytes are in
+flight."""
 
 NO_WAIT, NO_SLOWER = 0.01, 0.02
-"""Fractions of a step, for the objective ``memory``. A shorter wait counts as no wait, and a smaller slowdown
-counts as no slowdown."""
+"""Fractions of a step that count as no wait and as no slowdown, for the objective ``memory``."""
 
 Score = tuple[float, ...]
-"""Rank of a plan: bytes over the limits, seconds, written bytes, peak. A smaller rank is better."""
+"""Score of a plan: bytes over the limits, seconds, written bytes, peak. A smaller score is better."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class Case:
         profile: The step.
         bandwidth: Rates of the store.
         limits: Limits that the plan must keep.
-        policy: Placement of each layer. The solver places the layers that are ``auto``.
-        objective: Shortest step, or lowest peak without a longer step.
+        policy: Placement of each layer in the policy. The solver chooses placements for ``auto`` layers.
+        objective: Goal of the solver: shortest step, or lowest peak without a longer step.
         not_recomputed: ``auto`` layers that must not be recomputed.
-        highest: Highest activation peak in bytes, in addition to the limits.
+        highest: Largest allowed activation peak in bytes, in addition to the limits.
     """
 
     profile: StepProfile
@@ -96,12 +96,12 @@ class Case:
 
     @cached_property
     def sparing(self) -> list[Placement]:
-        """Placements that spare the drive and are allowed for at least one ``auto`` layer."""
+        """Placements that spare the drive and that at least one ``auto`` layer may have."""
         free = [layer for layer, wanted in enumerate(self.policy) if wanted is Placement.AUTO]
         return [way for way in WAYS if any(self.allows(layer, way) for layer in free)]
 
     def place(self, choose: Callable[[int], Placement]) -> tuple[Placement, ...]:
-        """Return placements: ``choose(layer)`` for ``auto`` layers, or ``offload`` if it is not allowed."""
+        """Return ``choose(layer)`` for each ``auto`` layer, or ``offload`` if the choice is not allowed."""
 
         def placed(layer: int, wanted: Placement) -> Placement:
             if wanted is not Placement.AUTO:
@@ -118,7 +118,7 @@ class Case:
     def full_planned(self) -> float:
         """Largest peak in bytes with a full window.
 
-        The margin is larger, because no step with a full window was measured.
+        The margin is larger, because a full window is never measured.
         """
         return math.inf if self.limits.budget is None else (1 - UNMEASURED) * self.limits.budget
 
@@ -150,7 +150,10 @@ class Case:
 
 
 def solve(case: Case) -> Plan:
-    """Return the best plan found, with its prediction. It exceeds the limits only if all plans do."""
+    """Return the best plan found, with its prediction.
+
+    The best plan exceeds the limits only if all plans exceed the limits.
+    """
     found = _Search(replace(case, profile=coarse(case.profile))).best()
     plan = case.predicted(found)
     if case.fits(found) or found.window is None:
@@ -166,8 +169,8 @@ def best_plain(case: Case, other: Plan, *, recomputes: bool) -> Plan | None:
 
     Args:
         case: Input of the solver.
-        other: Plan to exclude.
-        recomputes: Whether to prefer a placement that recomputes, if such a plan fits.
+        other: Plan that is excluded.
+        recomputes: Whether to prefer a placement that recomputes, if a plan with recomputation fits.
     """
     search = _Search(replace(case, profile=coarse(case.profile)))
     again = [way for way in case.sparing if way.recomputes and recomputes]
@@ -181,7 +184,7 @@ def best_plain(case: Case, other: Plan, *, recomputes: bool) -> Plan | None:
 
 
 class _Search:
-    """The simulated plans and the best plan."""
+    """Search that records the simulated plans and the best plan."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -215,7 +218,7 @@ class _Search:
         return plan
 
     def plain(self, way: Placement) -> Plan:
-        """Return the plan that keeps as many of the last layers as fit, and places the others uniformly."""
+        """Return the plan that keeps as many last layers as fit, and gives the others one placement."""
         order = self._free[::-1]
         plans = [self._spread(order, kept, len(order) - kept, way, way) for kept in range(len(order) + 1)]
         fitting = bisect.bisect(plans, 0.0, key=lambda placements: self._try(placements)[0])
@@ -244,7 +247,7 @@ class _Search:
     ) -> tuple[Placement, ...]:
         """Keep the first ``kept`` layers of ``order``.
 
-        Give the placement ``way`` to ``sparing`` other layers, spread evenly.
+        Give the placement ``way`` to ``sparing`` of the other layers, spread evenly.
         """
         rest = sorted(order[kept:])
         chosen = dict.fromkeys(order[:kept], KEEP)
@@ -300,7 +303,7 @@ def coarse(profile: StepProfile) -> StepProfile:
 
 
 def _with_few_micro_batches(profile: StepProfile) -> StepProfile:
-    """Return the step with the micro-batches around the time at which most of them are in progress."""
+    """Return a step with only the micro-batches around the time at which most are in progress."""
     order = list(dict.fromkeys(slot.micro_batch for slot in profile.slots))
     last = {slot.micro_batch: place for place, slot in enumerate(profile.slots)}
     running: dict[int, None] = {}
@@ -319,7 +322,8 @@ def _with_few_micro_batches(profile: StepProfile) -> StepProfile:
 def _merged(activations: Sequence[Saved], most: int) -> tuple[Saved, ...]:
     """Merge neighbours of the same treatment into one activation.
 
-    It is saved at the time of the last neighbour, and used at the time of the first.
+    The merged activation is saved at the time of the last neighbour, and used at the time of the first
+    neighbour.
     """
     size = -(-len(activations) // most)
     alike = [list(run) for _, run in itertools.groupby(activations, key=lambda saved: saved.rebuilt)]

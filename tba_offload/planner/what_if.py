@@ -1,4 +1,4 @@
-"""Plans that are made from a run log for another budget, device, number of layers or number of drives."""
+"""Plans that are computed from a run log for another budget, device, number of layers or number of drives."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ FRONTIER = (0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.65, 0.8, 1.05)
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """The measurements of a run.
+    """Measurements of a run, from which plans are made.
 
     Attributes:
         names: Module names of the layers.
-        profile: The profile of a step. Its headroom is the measured peak minus the simulated peak.
-        bandwidth: The rates of the store.
-        config: The policy of the run.
+        profile: Profile of a step. The profile's headroom is the measured peak minus the simulated peak.
+        bandwidth: Rates of the store.
+        config: Policy of the run.
         elsewhere: Layers of other processes, such as other pipeline stages, and their placements.
-        run: Activation peak and seconds of a step of the run. ``None`` if not measured.
-        title: The model and the machine.
-        not_recomputed: Layers whose forward gave another result when it ran twice, and layers of their kind.
+        run: Measured activation peak in bytes, and seconds of a step of the run. ``None`` if not measured.
+        title: Text with the model and the machine.
+        not_recomputed: Layers whose recomputation gave other results, and all layers of the same kind.
         beside: Bytes on the device beside activations: live bytes before a step, and the largest number of
-            gradient bytes at one time. ``None`` if not measured. If optimizer states are offloaded, the
-            states are not counted, but their slots are.
+            gradient bytes at one time. ``None`` if not measured. Offloaded optimizer states are not counted,
+            except sub-groups in use.
     """
 
     names: tuple[str, ...]
@@ -71,23 +71,24 @@ class Situation:
 
         Args:
             path: The run log.
-            bandwidth: The rates of the drives, in place of the measured ones.
+            bandwidth: Rates of the drives, which replace the measured rates.
 
         Raises:
-            RunLogError: The log cannot be read, is one of several ranks, or has no plan or no rates.
-            ConfigError: The policy in the log cannot be read.
+            RunLogError: The run log cannot be read, is the log of one of several ranks, or has no plan or no
+                rates.
+            ConfigError: The policy in the run log cannot be read.
         """
         first, *others = paths_of_ranks(path)
         if others:
             raise RunLogError(
-                f"{path}: the run has {1 + len(others)} ranks, each with its own log. Pass one: {first}"
+                f"{path}: the run has {1 + len(others)} ranks, each with its own log. Pass one log: {first}"
             )
         log = read_run_log(path)
         log.events(PlanEvent)  # raises an error if a plan event is damaged
         event: Any = next((each for each in reversed(log.others) if each["event"] == PLAN), None)
         if event is None:
             raise RunLogError(
-                f"{log.path}: there is nothing to plan from. Log at least three steps. All layers must be "
+                f"{log.path}: the run log has no plan. Log at least three steps. All layers must be "
                 "'keep', or 'offload' and 'auto' layers must save more bytes than budget.in_flight_bytes"
             )
         config = OffloadConfig.from_yaml(log.header.policy or "")
@@ -99,10 +100,10 @@ class Situation:
             measured = _RATES.validate_python(event["drive"])
             profile = _as_measured(profile, measured, log, event)
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise RunLogError(f"{log.path}: its plan event cannot be read: {error!r}") from error
+            raise RunLogError(f"{log.path}: the plan event cannot be read: {error!r}") from error
         if bandwidth is None and measured.capacity == 0:
             raise RunLogError(
-                f"{log.path}: this run wrote to no drive, so the rates are not known. Pass --write and "
+                f"{log.path}: the run wrote to no drive, so the drive rates are unknown. Pass --write and "
                 "--read, or --dir"
             )
         if config.budget.in_flight_bytes is None:  # the session has derived the window from the step
@@ -135,18 +136,19 @@ class Situation:
             profile=stretched(self.profile, likes),
             elsewhere=(),
             run=None,
-            title=f"{self.title}; what if it had {layers} layers",
+            title=f"{self.title}; what if the model had {layers} layers",
             not_recomputed=frozenset(n for n, like in enumerate(likes) if like in self.not_recomputed),
             beside=None,
         )
 
     def on_device(self, device_bytes: int) -> DeviceShare:
-        """Return the memory that a device of this size leaves for activations.
+        """Return the memory that a device leaves for activations.
 
         If the run offloads optimizer states, the result assumes that all states are offloaded.
 
         Raises:
-            ConfigError: No memory is left, or the log does not have the bytes beside activations.
+            ConfigError: No memory is left for activations, or the run log does not have the bytes beside
+                activations.
         """
         if self.beside is None:
             raise ConfigError(
@@ -158,7 +160,7 @@ class Situation:
         return device
 
     def case(self, budget: int | None) -> Case:
-        """Return the case for the solver, with a budget in bytes. All layers are ``auto``.
+        """Return the input of the solver, with a budget in bytes. All layers are ``auto``.
 
         Without a budget, the solver looks for the lowest peak at which training never waits and a step takes
         no longer than with keep.
@@ -174,8 +176,9 @@ class Situation:
         """Return the report on the best plan, and a policy with its placements.
 
         Args:
-            budget: Largest activation peak in bytes. ``None`` for no limit.
-            device_bytes: Memory of a device in bytes. The budget is the part that other memory does not need.
+            budget: Largest activation peak in bytes; ``None`` for no limit.
+            device_bytes: Memory of a device in bytes. The budget is the part of this memory that is left for
+                activations.
             rated: Rated writes (TBW) of all drives together, in bytes, if known.
         """
         alone = replace(self, profile=self.profile.without_gradients())
@@ -212,7 +215,7 @@ class Situation:
             yield f"Without pauses, training writes {significant(day / 1e12)} TB a day to the drives{years}."
 
     def _policy(self, plan: Plan, budget: int | None, device_bytes: int | None) -> OffloadConfig:
-        """Return the policy of the run with the placements of the plan."""
+        """Return the policy of the run, with the placements of a plan."""
         placed = [*zip(self.names, plan.placements, strict=True), *self.elsewhere]
         counts = Counter(placement for _, placement in placed)
         ((default, _),) = counts.most_common(1)
@@ -257,11 +260,11 @@ def _planned(case: Case, plan: Plan) -> PlannedStep:
 def stretched(profile: StepProfile, likes: Sequence[int]) -> StepProfile:
     """Return the profile of a step with a different list of layers.
 
-    The order of passes and the compute time outside of layers are the same as in the measured step.
+    The order of passes and the compute time outside of layers do not change.
 
     Args:
-        profile: The measured step.
-        likes: For each layer, the index of a layer in ``profile`` with the same figures.
+        profile: Profile of the measured step.
+        likes: For each layer of the new list, the index of a layer in ``profile`` with the same figures.
     """
     slots: list[Slot] = []
     passes = itertools.groupby(profile.slots, key=lambda slot: (slot.micro_batch, slot.backward))
@@ -279,9 +282,9 @@ def stretched(profile: StepProfile, likes: Sequence[int]) -> StepProfile:
 def _as_measured(
     profile: StepProfile, bandwidth: Bandwidth, log: RunLog, event: dict[str, Any]
 ) -> StepProfile:
-    """Return the profile with a headroom from the highest measured peak, if peaks were measured.
+    """Return the profile with a headroom from the highest measured peak, if any peak was measured.
 
-    Only peaks under the plan of the event count. Without ``auto``, all steps have this plan.
+    Only steps under the plan of the event count. Without ``auto`` layers, all steps have this plan.
     """
     is_fixed = Placement.AUTO not in event["policy"]
     steps = [step for step in log.steps if is_fixed or step.step > event.get("step", 0)] or log.steps
@@ -293,7 +296,7 @@ def _as_measured(
 
 
 def _measured_step(log: RunLog) -> tuple[int, float] | None:
-    """Return activation peak and seconds of a step without its update. ``None`` if not measured."""
+    """Return the activation peak and the seconds of a step without the update; ``None`` if not measured."""
     steps = counted_steps(log)
     peaks = [step.activation_peak_bytes for step in steps if step.activation_peak_bytes is not None]
     return (max(peaks), statistics.median(step.seconds for step in timed_steps(steps))) if peaks else None
@@ -302,8 +305,8 @@ def _measured_step(log: RunLog) -> tuple[int, float] | None:
 def _beside_activations(steps: Sequence[StepRecord], updates: Sequence[Any]) -> tuple[int, int] | None:
     """Return the largest live bytes before a step, with new optimizer states, and the largest gradient bytes.
 
-    If states are offloaded, the figures are from the last step and leave out states, because the number of
-    states that stay may change.
+    If states are offloaded, the figures are those of the last step without states, because the number of
+    states on the device may change.
     """
     measured = [step for step in steps if step.base_bytes is not None]
     if updates and measured:

@@ -1,4 +1,4 @@
-"""Run logs, and the pictures and tables made from them.
+"""Run logs, and the pictures and tables that are made from run logs.
 
-This package does not import torch, so run logs can be read on a machine without it.
+This package does not import torch, so run logs can be read on a machine without torch.
 """

@@ -1,4 +1,4 @@
-"""Run logs: their records, how to read and write them, and which steps count for figures.
+"""Run logs: records, a reader, a writer, and the choice of steps that count for figures.
 
 A run log is a file of JSON lines: one header, then one record for each step, and other events::
 
@@ -9,12 +9,13 @@ A run log is a file of JSON lines: one header, then one record for each step, an
     {"event": "memory", "step": 3, "phases": {...}, "layers": [...], "static": {...}, ...}
     {"event": "timeline", "step": 3, "scopes": [...], "stalls": [...], "points": [...], ...}
 
-Finite floats keep every bit, because JSON gets their shortest exact decimal form. JSON has no other floats,
-so they are written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``. The reader converts these strings back
-to floats where a field is a float.
+Finite floats are written in their shortest exact decimal form, so every bit is preserved. Other floats are
+written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``, because JSON has only finite numbers. For fields
+of type float, the reader converts these strings back to floats.
 
-Within schema 1, fields and events may be added. The reader keeps unknown fields in ``extra`` and unknown
-events in :attr:`RunLog.others`. It refuses any other schema number. This module does not import torch.
+Later versions may add fields and events to schema 1. The reader keeps unknown fields in ``extra`` and unknown
+events in :attr:`RunLog.others`. The reader refuses logs with another schema number. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 
 PLAN, MEMORY, TIMELINE = "plan", "memory", "timeline"
-"""Names of events: a new plan, the memory of a step by holder, and the timeline of a step."""
+"""Names of events in a run log: a new plan, the memory of a step by holder, and the timeline of a step."""
 
 Json = dict[str, object]
 Bytes = Annotated[int, Field(strict=True, ge=0)]
@@ -60,24 +61,25 @@ _TITLE = ("name", "layers", "hidden", "hidden_size", "sequence", "seq_length", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHeader:
-    """Facts that are the same for every step of a run.
+    """Header of a run log, with the facts that are the same for all steps of a run.
 
     Attributes:
-        strategy: A label, for example ``"offload"``. Runs with equal labels form one line
-            of a ROK curve.
-        schema: The number of the log's schema.
-        run: A name that is the same in the logs of all ranks of a run. None if the run has one rank.
-        rank: The rank that wrote this log.
-        ranks: The number of ranks. Each rank writes a log.
-        started: The start of the run, ISO 8601 in UTC.
-        versions: Package names and their versions.
-        hardware: Facts about the machine. The keys are not fixed.
-        model: Facts about the model, for example name, layers, hidden, batch_size, sequence. The keys are not
-            fixed. A ROK curve orders its points by ``batch_size``, the number of sequences in a step.
-        policy: The policy as YAML. None if the run has no policy.
-        plan: For each layer name its number, its placement and the reason, on all ranks.
-        store: The store: its kind, the I/O path in use for each directory, alignment, and so on.
-        extra: Keys that this version does not know. The writer writes them unchanged.
+        strategy: Label of the run, for example ``"offload"``. Runs with equal labels form one line of a ROK
+            curve.
+        schema: Schema number of the log.
+        run: Name of the run, which is the same in the logs of all ranks. A run with one rank has the name
+            None.
+        rank: Rank of the process that wrote the log.
+        ranks: Number of ranks of the run. Each rank writes its own log.
+        started: Start time of the run in UTC, in ISO 8601 format.
+        versions: Versions of packages, by package name.
+        hardware: Facts about the machine, with arbitrary keys.
+        model: Facts about the model, with arbitrary keys such as name, layers, hidden, batch_size and
+            sequence. A ROK curve orders points by ``batch_size``, the number of sequences in a step.
+        policy: The policy as YAML text, or None if the run has no policy.
+        plan: Number, placement and reason of the placement for each layer name, on all ranks.
+        store: Facts about the store, such as the kind, the I/O path of each directory and the alignment.
+        extra: Values of unknown keys. The writer writes these values unchanged.
     """
 
     EVENT: ClassVar[str] = "run"
@@ -98,11 +100,11 @@ class RunHeader:
 
     @property
     def title(self) -> str:
-        """The model and the machine in one line, without the batch size."""
+        """Text with the model and the machine in one line, without the batch size."""
         return self.title_without()
 
     def title_without(self, *names: str) -> str:
-        """Return the title without the given facts."""
+        """Return the title without the facts of the given names."""
         facts = {**self.model, **self.hardware}
         shown = [name for name in _TITLE if name not in names and facts.get(name)]
         words = [f"{name.replace('_', ' ')} {facts[name]}" for name in shown]
@@ -113,89 +115,94 @@ class RunHeader:
 class StepRecord:
     """The measurements of one step: times in seconds, memory and transfers in bytes.
 
-    None means that a value was not measured or is not known. It never means zero.
+    None means that a value was not measured or is unknown. None never means zero.
 
     Attributes:
-        step: The number of the step in the session, counted from 1.
-        seconds: Wall-clock time of the ``with session.step()`` block. Without a block, the time from the
-            first forward to the end of the last backward, without optimizers. On a GPU, the GPU's clock
-            measures this time if there is a run log or an ``auto`` layer, and no optimizer runs inside the
-            block. Otherwise the host's clock measures the time. On a GPU, the host's time is correct only if
-            the block ends with a call that waits for the device, for example ``loss.item()``.
-        optimizer_seconds: Wall-clock time of optimizer steps inside the step. If the program updates after
-            its step block, the update before this step counts. None if there was no update. On a GPU, the
-            time that the host needed to launch the update or wait for it.
-        skipped: True if the gradients were dropped without an update, as a gradient scaler does after an
-            overflow. The planner ignores these steps.
-        forward_seconds: Time of forward passes. None on a GPU.
-        backward_seconds: Time of backward passes. None on a GPU.
+        step: Number of the step in the session, counted from 1.
+        seconds: Wall-clock time of the ``with session.step()`` block. A step without a block lasts from the
+            first forward to the end of the last backward, without optimizers. The GPU's clock measures the
+            time if the run has a run log or an ``auto`` layer, and no optimizer runs inside the block.
+            Otherwise the host's clock measures the time. On a GPU, host time is correct only if the block
+            ends with a call that waits for the device, such as ``loss.item()``.
+        optimizer_seconds: Wall-clock time of optimizer steps inside the step; None without an update. If the
+            program updates after its step block, the update before this step counts. On a GPU,
+            ``optimizer_seconds`` is the time in which the host launched the update or waited for the update.
+        skipped: Whether the gradients were dropped without an update, as a gradient scaler does after an
+            overflow. The planner ignores skipped steps.
+        forward_seconds: Time of forward passes; None on a GPU.
+        backward_seconds: Time of backward passes; None on a GPU.
         stall_seconds: Time that the training thread waited for I/O of activations. A GPU may compute during
-            this time.
-        tokens: The number of tokens in the step.
-        model_flops: Floating point operations of the model in the step, without recomputation.
-        loss: The loss that the program set. It may be NaN or infinite. If the program set a tensor, None
+            these waits.
+        tokens: Number of tokens in the step.
+        model_flops: Number of floating point operations of the model in the step, without recomputation.
+        loss: Loss that the program set, perhaps NaN or infinite. A loss that was set as a tensor is None
             until the device has computed the tensor.
         activation_peak_bytes: Peak memory of the device minus ``base_bytes``, without gradients and optimizer
-            states allocated in the step. A gradient counts as an activation until autograd has stored it in
-            ``.grad``.
+            states allocated in the step. A gradient counts as an activation until autograd has stored the
+            gradient in ``.grad``.
         gradient_bytes: Bytes of gradients allocated in the step.
         gradient_peak_bytes: Peak bytes of gradients and offloaded frozen weights in memory,
             including gradients from earlier steps.
-        state_bytes: Growth of memory during optimizer steps. The first step allocates the states.
-        sampled_peak_bytes: The highest sample, if there were too few samples to measure the peak, for example
-            on a busy CPU. In that case ``activation_peak_bytes`` and ``device_peak_bytes`` are None.
-        peak_samples: The number of samples on a CPU. None if the allocator itself records the peak.
-        peak_source: The method that measured ``activation_peak_bytes``, for example ``"cuda allocator"``.
-        base_bytes: Live bytes of the allocator at the start of the step, without gradients and outputs of
-            earlier steps: parameters, optimizer states, and everything else that outlives steps. On a CPU,
-            live bytes of the whole process.
-        earlier_outputs_bytes: Bytes of model outputs from earlier steps that the program still referenced
-            when the step began, for example by ``outputs = model(...)``. These bytes are part of the
-            activation peak.
-        reserved_peak_bytes: Peak memory that the allocator reserved on the GPU, including its cache. None
-            on a CPU.
-        device_peak_bytes: Peak live bytes of the allocator during forward and backward. On a CPU, live bytes
+        state_bytes: Growth of memory during optimizer steps. Optimizers allocate their states in the first
+            step.
+        sampled_peak_bytes: Highest sample of memory, if a busy CPU took too few samples to measure the peak.
+            The fields ``activation_peak_bytes`` and ``device_peak_bytes`` are then None.
+        peak_samples: Number of memory samples on a CPU; None if the allocator itself records the peak.
+        peak_source: Method that measured ``activation_peak_bytes``, for example ``"cuda allocator"``.
+        base_bytes: Live bytes of the allocator at the start of the step, such as parameters and optimizer
+            states, without gradients and outputs of earlier steps. On a CPU, ``base_bytes`` counts live bytes
             of the whole process.
-        activation_budget_bytes: Limit of the activation peak of the step: the smaller of
-            ``budget.activation_bytes`` and the rest of ``budget.device_bytes``. Gradients share this rest.
-            None without a budget.
-        own_peak_bytes: Peak bytes of activations in memory that the offloader counted. Layers with the
-            placement keep or recompute run without hooks, so the offloader does not count their activations.
+        earlier_outputs_bytes: Bytes of model outputs from earlier steps that the program still referenced
+            when the step began, as in ``outputs = model(...)``. The activation peak includes these bytes.
+        reserved_peak_bytes: Peak memory that the allocator reserved on the GPU, including the allocator's
+            cache; None on a CPU.
+        device_peak_bytes: Peak live bytes of the allocator during forward and backward. On a CPU,
+            ``device_peak_bytes`` counts live bytes of the whole process.
+        activation_budget_bytes: Limit of the activation peak in the step; None without a budget. The limit is
+            the smaller of ``budget.activation_bytes`` and the part of ``budget.device_bytes`` that is left
+            for activations and gradients.
+        own_peak_bytes: Peak bytes of activations in memory that the offloader counted. The offloader does not
+            count activations of layers with the placement keep or recompute, because these layers run without
+            hooks.
         resident_peak_bytes: Peak resident set of the process, as the operating system reports it (VmHWM).
         offloaded_bytes: Bytes written to the store.
-        host_bytes: The part of ``offloaded_bytes`` that was written to host memory beside drives.
+        host_bytes: Part of ``offloaded_bytes`` that was written to ``store.host_capacity``, not to drives.
         read_bytes: Bytes read back from the store.
         reread_bytes: Bytes read again after a failed read.
-        forwarded_bytes: Bytes that backward took from memory without a read, because they were not freed yet.
-        deduplicated_bytes: Bytes not written because the same storage was offloaded already.
-        rebuilt_bytes: Bytes neither kept nor written, because backward computed them again.
-        kept_bytes: Bytes that layers with hooks kept: small tensors, tensors of unsupported kinds, and
-            tensors that other references keep in memory.
-        recomputed_scopes: The number of scopes that backward recomputed.
-        scopes: The number of scopes that ran. Each run of a layer on a micro-batch is one scope.
-        in_flight_peak_bytes: Peak bytes in flight: saved and not yet freed, plus prefetched and
-            not yet used.
-        given_up_bytes: Bytes of prefetches that were cancelled and read on demand later.
-        held_bytes: Bytes written although another reference kept the storage in memory until backward.
-        fallback_kept_bytes: Bytes that were kept in spite of the placement offload, because the store was
-            full, or because a drive failed or was too slow.
-        checksum_seconds: Processor time that I/O threads spent on checksums since the end of the last step.
-            None if a GPU computes the checksums.
-        drives_out_of_service: Drives that accept no writes at the end of the step, because a write failed or
-            the drive was full.
-        weights_read_bytes: Bytes of frozen weights read in the step. None if no frozen weights are offloaded.
-        weights_waited_seconds: Time that the training thread waited for frozen weights. It is not part of
-            ``stall_seconds``. None if no frozen weights are offloaded.
-        left_alone_scopes: Scopes that ran without our hooks, because other code had saved-tensor hooks
-            active.
-        planning_seconds: Time that training waited for the planner before the step. None without a planner.
-        predicted_peak_bytes: The activation peak that the plan predicted. None before the first plan.
-        predicted_seconds: The value of ``seconds`` that the plan predicted. None before the first plan.
-        predicted_device_peak_bytes: The value of ``device_peak_bytes`` that the plan predicted: the plan's
-            activation peak plus all other memory of the device. Gradients and activations peak at different
-            times, so the difference that was measured in the previous step is subtracted. None without
-            ``budget.device_bytes``.
-        extra: Keys that this version does not know. The writer writes them unchanged.
+        forwarded_bytes: Bytes that backward took from memory without a read, because the memory was not freed
+            yet.
+        deduplicated_bytes: Bytes that were not written, because the same storage was already offloaded.
+        rebuilt_bytes: Bytes of tensors that were neither kept nor written, because backward computed these
+            tensors again.
+        kept_bytes: Bytes that layers with hooks kept in memory: small tensors, tensors of unsupported kinds,
+            and tensors with references outside autograd.
+        recomputed_scopes: Number of scopes that backward recomputed.
+        scopes: Number of scopes in the step. Each run of a layer on a micro-batch is one scope.
+        in_flight_peak_bytes: Peak bytes in flight: saved bytes that are not freed yet, plus prefetched bytes
+            that are not used yet.
+        given_up_bytes: Bytes of cancelled prefetches. These bytes were read on demand later.
+        held_bytes: Bytes that were written although another reference kept the tensor in memory, so nothing
+            was freed.
+        fallback_kept_bytes: Bytes of offloaded layers that were kept in memory, because the store was full,
+            or because a drive failed or was too slow.
+        checksum_seconds: CPU time that I/O threads spent on checksums since the end of the last step; None if
+            a GPU computes the checksums.
+        drives_out_of_service: Number of drives that accept no writes at the end of the step, because a write
+            failed or the drive was full.
+        weights_read_bytes: Bytes of frozen weights that were read in the step; None if no frozen weights are
+            offloaded.
+        weights_waited_seconds: Time that the training thread waited for frozen weights; None if no frozen
+            weights are offloaded. ``stall_seconds`` does not include this time.
+        left_alone_scopes: Number of scopes that ran without hooks of tba-offload, because saved-tensor hooks
+            of other code were active.
+        planning_seconds: Time that training waited for the planner before the step; None without a planner.
+        predicted_peak_bytes: Activation peak that the plan predicted; None before the first plan.
+        predicted_seconds: Value of ``seconds`` that the plan predicted; None before the first plan.
+        predicted_device_peak_bytes: Value of ``device_peak_bytes`` that the plan predicted; None without
+            ``budget.device_bytes``. The prediction is the activation peak of the plan plus all other memory
+            of the device. Because gradients and activations peak at different times, the prediction is
+            corrected by the difference in the previous step.
+        extra: Values of unknown keys. The writer writes these values unchanged.
     """
 
     EVENT: ClassVar[str] = "step"
@@ -254,12 +261,12 @@ class StepRecord:
 
     @property
     def activation_peak_gib(self) -> float | None:
-        """Activation peak in GiB; None if it was not measured."""
+        """Activation peak in GiB; None if the peak was not measured."""
         return None if self.activation_peak_bytes is None else self.activation_peak_bytes / 2**30
 
     @property
     def seconds_with_update(self) -> float:
-        """The sum of ``seconds`` and ``optimizer_seconds``."""
+        """Sum of ``seconds`` and ``optimizer_seconds``."""
         return self.seconds + (self.optimizer_seconds or 0.0)
 
 
@@ -268,10 +275,10 @@ class RunLog:
     """The content of a run log.
 
     Attributes:
-        header: The facts that are the same for every step.
-        steps: The steps, in the order of the file.
-        path: The file.
-        others: All other events, unparsed, in the order of the file.
+        header: The header, with the facts that are the same for all steps.
+        steps: Records of the steps, in the order of the file.
+        path: Path of the run log.
+        others: All other events as dicts, in the order of the file.
     """
 
     header: RunHeader
@@ -280,10 +287,10 @@ class RunLog:
     others: tuple[Json, ...] = ()
 
     def events(self, model: type[AnyEvent]) -> list[AnyEvent]:
-        """Return the events of one kind, parsed.
+        """Return all events of one class.
 
         Args:
-            model: The class of the events, for example :class:`PlanEvent`.
+            model: Class of the events, for example :class:`PlanEvent`.
 
         Raises:
             RunLogError: A field of an event is missing or has the wrong type.
@@ -300,17 +307,18 @@ class RunLog:
 
 
 def counted_steps(log: RunLog) -> list[StepRecord]:
-    """Return the steps that count for figures: steps after the warm-up whose update was not skipped.
+    """Return the steps that count for figures: all steps after the warm-up whose update was not skipped.
 
-    The first step allocates memory, and the times of the next steps are irregular. If a run has more than six
-    steps, three steps are ignored. If it has two to six steps, one step is ignored.
+    The first step allocates memory, and the times of the next steps are irregular. In a run of more than six
+    steps, the first three steps are the warm-up. In a run of two to six steps, only the first step is the
+    warm-up.
     """
     warm_up = 3 if len(log.steps) > 6 else int(len(log.steps) > 1)
     return [step for step in log.steps[warm_up:] if not step.skipped]
 
 
 def timed_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return the steps without measured memory, since measuring costs time. If there are none, return all."""
+    """Return the steps in which memory was not measured, because measuring takes time."""
     return [step for step in steps if step.peak_source is None] or list(steps)
 
 
@@ -320,11 +328,11 @@ def timed_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
 def read_run_log(path: str | os.PathLike[str]) -> RunLog:
     """Read the run log of a run that ended, crashed, or is still running.
 
-    An incomplete last line is left out.
+    The reader ignores an incomplete last line.
 
     Raises:
-        RunLogError: The file cannot be read, is not a run log, has another schema, has a damaged line, or has
-            a second header. The message names the file and the line.
+        RunLogError: The file cannot be read, is not a run log, or has another schema, a damaged line or a
+            second header. The message names the file and the line.
     """
     path = Path(path)
     try:
@@ -341,10 +349,10 @@ def read_run_log(path: str | os.PathLike[str]) -> RunLog:
             raise RunLogError(f"{path}:{number}: {error}") from None
     header, *others = found or [{}]
     if not isinstance(header, RunHeader):
-        what = "its first line is not the header of a run" if header else "it has no complete line"
-        raise RunLogError(f"{path}: not a run log: {what}. Pass a run log")
+        what = "the first line is not the header of a run" if header else "the file has no complete line"
+        raise RunLogError(f"{path}: the file is not a run log: {what}. Pass a run log")
     if any(isinstance(each, RunHeader) for each in others):
-        raise RunLogError(f"{path}: a second header: the file has two run logs. Split it into two files")
+        raise RunLogError(f"{path}: the file has a second header, so it has two run logs. Split the file")
     return RunLog(
         header=header,
         steps=tuple(each for each in others if isinstance(each, StepRecord)),
@@ -359,10 +367,10 @@ def _parsed(line: bytes) -> RunHeader | StepRecord | Json:
     except ValueError:
         event = None
     if not isinstance(event, dict) or not isinstance(kind := event.get("event"), str):
-        raise RunLogError('not a line of a run log: it is not JSON with an "event". Remove the line')
+        raise RunLogError('the line is not JSON with an "event". Remove the line')
     if kind == RunHeader.EVENT and event.get("schema") != SCHEMA:
         found = f"the log has schema {event.get('schema')!r}, and this version reads schema {SCHEMA}"
-        raise RunLogError(f"{found}. Read it with the version of tba-offload that wrote it")
+        raise RunLogError(f"{found}. Read the log with the version of tba-offload that wrote the log")
     kinds = {each.EVENT: each for each in (RunHeader, StepRecord)}
     return _checked(kinds[kind], event) if kind in kinds else event
 
@@ -392,17 +400,18 @@ def _valid(validate: Callable[[Any], Any], name: str, values: Mapping[str, objec
 
 
 class RunLogWriter(AbstractContextManager["RunLogWriter"]):
-    """A writer of a new run log.
+    """Writer of a new run log.
 
     Each line reaches the operating system before :meth:`write` returns. A process that crashes loses at most
-    the line that it was writing. Lines are not synced to the drive, so a power cut may lose the latest ones.
+    an incomplete last line. Lines are not synced to the drive, so a power cut may lose the latest lines.
 
     A failed write does not stop training. If the drive is full or the file was removed, the writer warns once
-    and writes nothing more.
+    and then writes no more lines.
 
     Args:
-        path: The file to create, readable by its owner only (0600). Its directory must exist.
-        header: The first line. The constructor writes it.
+        path: Path of the file to create, in an existing directory. Only the owner can read the file (mode
+            0600).
+        header: The header, which the constructor writes as the first line.
 
     Raises:
         RunLogError: The directory does not exist, the file exists, the file cannot be opened or written, or
@@ -429,11 +438,11 @@ class RunLogWriter(AbstractContextManager["RunLogWriter"]):
         self._append(_line(record))
 
     def note(self, event: str, document: Mapping[str, object]) -> None:
-        """Append an event that is neither a header nor a step (see :attr:`RunLog.others`).
+        """Append an event that is neither a header nor a step record (see :attr:`RunLog.others`).
 
         Args:
-            event: The name of the event.
-            document: The fields of the event. JSON must be able to represent their values.
+            event: Name of the event.
+            document: Fields of the event, with values that JSON can represent.
 
         Raises:
             RunLogError: The log is closed, or JSON cannot represent the document.
@@ -441,7 +450,7 @@ class RunLogWriter(AbstractContextManager["RunLogWriter"]):
         self._append(_json_line(event, document))
 
     def close(self) -> None:
-        """Close the file. Further calls do nothing."""
+        """Close the file. A second call does nothing."""
         with self._warn_once():  # a network file system reports failed writes when the file is closed
             self._file.close()
 
@@ -463,7 +472,7 @@ class RunLogWriter(AbstractContextManager["RunLogWriter"]):
         try:
             yield
         except OSError as error:
-            message = "%s: the run log cannot be written: %s. Training continues without it. Free disk space"
+            message = "%s: the run log cannot be written: %s. Training continues. Free disk space"
             if not self._has_ended:
                 log_warning(__name__, message, self.path, error.strerror or error)
             self._has_ended = True
@@ -478,11 +487,11 @@ def _open_new(path: Path) -> io.FileIO:
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         reason = getattr(error, "strerror", None) or str(error)
         if isinstance(error, FileNotFoundError):
-            reason = f"its directory does not exist: mkdir -p {shlex.quote(str(path.absolute().parent))}"
+            reason = f"the directory does not exist: mkdir -p {shlex.quote(str(path.absolute().parent))}"
         elif isinstance(error, FileExistsError):
             reason = (
-                "it exists, and run logs are never overwritten. Name another file. If several ranks write "
-                f"logs, name a file for each rank, for example {path.stem}.rank0{path.suffix}"
+                "the file exists, and run logs are never overwritten. Name another file. If several ranks "
+                f"write logs, name a file for each rank, for example {path.stem}.rank0{path.suffix}"
             )
         raise RunLogError(f"{path}: the run log cannot be opened: {reason}") from error
 
@@ -502,7 +511,7 @@ def _json_line(event: str, document: Mapping[str, object]) -> bytes:
 
 
 def _in_json(value: Any) -> Any:
-    """Replace NaN and infinite floats by strings, because JSON does not have these values."""
+    """Replace NaN and infinite floats by strings, because JSON cannot represent these values."""
     if isinstance(value, float) and not math.isfinite(value):
         return float.__repr__(value)
     if isinstance(value, dict):
@@ -517,20 +526,20 @@ def _in_json(value: Any) -> Any:
 _NO_FIGURES = {"step", "skipped", "peak_source"}
 
 FIGURES = tuple(name for name in _NAMES[StepRecord] if name not in _NO_FIGURES)
-"""Fields of a step record that are numbers. Sinks draw a curve of each field."""
+"""Names of the numeric fields of a step record. Sinks draw a curve of each field."""
 
 PREFIX = "tba-offload/"
-"""Prefix of the names of curves."""
+"""Prefix of curve names."""
 
 
 def curves_of(record: StepRecord, names: Iterable[str] = FIGURES) -> dict[str, float]:
-    """Return the known figures of a step. A key is ``tba-offload/`` and the name of the field."""
+    """Return the known figures of a step by curve name: ``tba-offload/`` plus the name of the field."""
     known = {f"{PREFIX}{name}": getattr(record, name) for name in names}
     return {name: value for name, value in known.items() if value is not None}
 
 
 def describe_step(record: StepRecord) -> str:
-    """Return the main figures of a step in one line."""
+    """Return a line with the main figures of a step."""
     parts = [f"step {record.step}" + (" (skipped)" if record.skipped else "")]
     if record.activation_peak_bytes is not None:
         parts.append(f"activation peak {readable_size(record.activation_peak_bytes)}")
@@ -552,14 +561,14 @@ def describe_step(record: StepRecord) -> str:
 
 
 _ENOUGH = 3
-"""Smallest number of steps whose median describes a plan."""
+"""Smallest number of steps of a plan whose median time is reported."""
 
 
 def describe_run(log: RunLog, keep: Prediction | None) -> str | None:
     """Return a line with the cost of a run; ``None`` if fewer than two steps have a measured peak.
 
     Args:
-        log: The run.
+        log: The run log.
         keep: Predicted figures of a step that keeps all layers, if known.
     """
     steps = counted_steps(log) if len(log.steps) > 1 else []
@@ -567,7 +576,7 @@ def describe_run(log: RunLog, keep: Prediction | None) -> str | None:
     if not peak:
         return None
     if len({step.tokens for step in steps}) > 1:
-        keep = None  # it is predicted for one size of batches
+        keep = None  # the prediction holds for one batch size
     of_keep = "" if keep is None else f" (keep: {readable_size(keep.activation_peak)})"
     parts = [f"activation peak {readable_size(peak)}{of_keep}"]
     # The plan of the last step counts. Earlier steps measured what other placements cost.
@@ -575,14 +584,14 @@ def describe_run(log: RunLog, keep: Prediction | None) -> str | None:
     steps = planned if len(planned) >= _ENOUGH else steps[-_ENOUGH:]
     if keep is not None and keep.seconds > 0:
         ratio = statistics.median(step.seconds for step in timed_steps(steps)) / keep.seconds
-        parts.append(f"step {significant(ratio)} x keep as predicted")
+        parts.append(f"step {significant(ratio)} x the predicted step of keep")
     states: Any = [each["written_bytes"] for each in log.others if each["event"] == "states"]
     written = sum(states) + statistics.median(step.offloaded_bytes - step.host_bytes for step in steps)
     store = log.header.store
     if written and store.get("kind") != "host" and "is in memory" not in str(store):
         seconds = statistics.median(step.seconds_with_update for step in steps)
         year = significant(365 * bytes_per_day(written, seconds) / 1e12)
-        parts.append(f"{readable_size(written)} written a step: {year} TB a year at this rate")
+        parts.append(f"{readable_size(written)} written per step: {year} TB per year at this rate")
     return ", ".join(parts)
 
 
@@ -590,7 +599,7 @@ def describe_run(log: RunLog, keep: Prediction | None) -> str | None:
 
 
 class Event(BaseModel):
-    """An event of a run log that is neither a header nor a step, with checked types."""
+    """Event of a run log that is neither a header nor a step record, with checked types."""
 
     EVENT: ClassVar[str]
 
@@ -599,15 +608,15 @@ AnyEvent = TypeVar("AnyEvent", bound=Event)
 
 
 class PlanEvent(Event):
-    """A new plan, with all data needed to plan again.
+    """A new plan, with all data that is needed to compute the plan again.
 
     Attributes:
-        names: Module names of the layers.
-        policy: The placement of each layer in the policy.
-        plan: The plan.
-        profile: The measured step, in the form of :class:`tba_offload.planner.model.StepProfile`.
-        drive: The rates of the store, in the form of :class:`tba_offload.planner.model.Bandwidth`.
-        limits: The budgets that the plan had to fit.
+        names: Module names of the attached layers.
+        policy: Placement of each layer in the policy.
+        plan: The plan, in the form of :class:`tba_offload.planner.model.Plan`.
+        profile: Profile of the measured step, in the form of :class:`tba_offload.planner.model.StepProfile`.
+        drive: Rates of the store, in the form of :class:`tba_offload.planner.model.Bandwidth`.
+        limits: Limits that the plan had to keep.
     """
 
     EVENT = PLAN
@@ -625,12 +634,12 @@ class HeldBytes(NamedTuple):
 
     Attributes:
         in_flight: Activations that are being written or were prefetched.
-        settled: Activations that backward uses, or that a drive refused.
-        small: Tensors that layers with hooks saved and kept, for the reasons of ``StepRecord.kept_bytes``.
-        kept: Activations of layers that keep all or some of their saved tensors, or run without our hooks.
+        settled: Activations that backward is using, or that a drive refused.
+        small: Tensors that layers with hooks saved and kept in memory, as in ``StepRecord.kept_bytes``.
+        kept: Activations of layers that keep all or some saved tensors, or that run without hooks.
         inputs: Inputs of recomputed layers.
         outputs: Memory that offloaded layers left allocated and that the offloader does not manage.
-        put_out: Live outputs of the model, from this step or earlier ones.
+        put_out: Live outputs of the model, from this step or from earlier steps.
     """
 
     in_flight: Bytes = 0
@@ -643,20 +652,20 @@ class HeldBytes(NamedTuple):
 
     @property
     def planned(self) -> int:
-        """Bytes that plans include: activations of layers."""
+        """Bytes of the layers' activations, which plans predict."""
         return sum(self) - self.outputs - self.put_out
 
 
 class PhasePeak(NamedTuple):
-    """The memory of one phase of a step at its peak.
+    """Memory at the peak of one phase of a step.
 
     Attributes:
         nbytes: Live bytes allocated in the step, without gradients and optimizer states.
-        layer: The index of the layer that was running, or that ran last.
-        held: The same bytes by holder.
-        beside: Bytes outside ``held`` that were live when the layer began.
-        gradients: Bytes of gradients.
-        frozen: Bytes of offloaded frozen weights that were loaded.
+        layer: Index of the layer that was running at the peak, or that ran last.
+        held: Bytes of ``nbytes`` whose holder is known.
+        beside: Bytes without a known holder that were live when the layer began.
+        gradients: Bytes of gradients at the peak.
+        frozen: Bytes of offloaded frozen weights that were in memory at the peak.
     """
 
     nbytes: Bytes
@@ -668,11 +677,11 @@ class PhasePeak(NamedTuple):
 
     @property
     def whole(self) -> int:
-        """The bytes of the peak, including gradients and frozen weights."""
+        """Bytes of the peak, including gradients and frozen weights."""
         return self.nbytes + self.gradients + self.frozen
 
     def as_json(self) -> dict[str, object]:
-        """Return the peak as a dict for the run log."""
+        """Return the fields as a dict for the run log."""
         return {**self._asdict(), "held": self.held._asdict()}
 
 
@@ -681,8 +690,8 @@ class StaticBytes(BaseModel):
 
     Attributes:
         parameters: Parameters and buffers of the model.
-        gradients: Gradients.
-        states: Optimizer states, and parameters that only the optimizer has, for example fp32 masters.
+        gradients: Gradients of all parameters.
+        states: Optimizer states, and parameters that only the optimizer has, such as fp32 masters.
     """
 
     parameters: Bytes
@@ -691,17 +700,17 @@ class StaticBytes(BaseModel):
 
 
 class MemoryEvent(Event):
-    """The memory of one step that was measured by phase.
+    """Memory of one step, measured by phase.
 
     Attributes:
-        step: The number of the step.
-        names: Module names of the layers.
-        placements: The placement of each layer.
-        static: The memory that outlives steps.
-        phases: The peak of each phase.
-        left_out: The number of trained blocks that look like layers and are not attached.
-        outside: The largest trained parameter outside the layers: its name and bytes.
-        frozen_weights: Bytes of the layers' frozen weights in memory.
+        step: Number of the step.
+        names: Module names of the attached layers.
+        placements: Placement of each layer in the step.
+        static: Memory that outlives steps.
+        phases: Peak of each phase, by the name of the phase.
+        left_out: Number of trained blocks that look like layers but are not attached.
+        outside: Name and bytes of the largest trained parameter outside the layers.
+        frozen_weights: Bytes of the layers' frozen weights that are in memory.
     """
 
     EVENT = MEMORY

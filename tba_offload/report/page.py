@@ -1,6 +1,6 @@
-"""The report page: the pictures and tables of the other commands in one HTML file.
+"""Report page, with the pictures and tables of the other commands in one HTML file.
 
-The template escapes all text from logs. The page allows neither scripts nor network requests.
+The template escapes all text from run logs. The HTML page allows neither scripts nor network requests.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def _picture(figure: Figure, says: str) -> dict[str, str]:
 
 
 def page(logs: Sequence[RunLog]) -> bytes:
-    """Return the page as the bytes of an HTML file.
+    """Return the report page as the bytes of an HTML file.
 
     Args:
         logs: The run logs, at least one.
 
     Raises:
-        RunLogError: A run has no step.
+        RunLogError: A run log has no step.
         MissingDependencyError: Jinja2 or matplotlib is not installed.
     """
     from tba_offload import __version__
@@ -61,14 +61,14 @@ def page(logs: Sequence[RunLog]) -> bytes:
             title=f"{len(logs)} runs compared" if len(logs) > 1 else f"Run: {names[0]}",
             curve=curve,
             summary=summary,
-            steps=_picture(_steps_figure(logs, names), "Every step of each run."),
+            steps=_picture(_steps_figure(logs, names), "Figures of every step of each run."),
             runs=runs,
         )
     return content.encode()
 
 
 def _names(logs: Sequence[RunLog]) -> list[str]:
-    """Return a short name for each run: its strategy, with the file if needed."""
+    """Return a short name for each run. Runs with equal strategies get the file name too."""
     names = [visible(log.header.strategy) for log in logs]
     if len(set(names)) == len(logs):
         return names
@@ -76,18 +76,18 @@ def _names(logs: Sequence[RunLog]) -> list[str]:
 
 
 def _comparison(logs: Sequence[RunLog]) -> tuple[dict[str, str] | None, list[Table | str]]:
-    """Return the ROK curve of several runs, and the table of their points with the comparisons."""
+    """Return the ROK curve of several runs, the table of points, and comparisons of the runs."""
     try:
         points = rok.points_of(logs)
     except RunLogError as error:  # for example, a run without tokens
-        return None, [f"No ROK curve: {error}"]
+        return None, [f"No ROK curve can be drawn: {error}"]
     if len(points) == 1:
         return None, [rok.table(points)]
     return _picture(rok.rok_figure(points), "Left means less memory. Up means faster."), rok.summary(points)
 
 
 def _run(log: RunLog, name: str, timeline: list[TimelineEvent], ends: Sequence[float]) -> dict[str, Any]:
-    """Return the values of one run for the template."""
+    """Return the values that the template shows for one run."""
     says = "Timeline of one step. All runs on this page have the same axes."
     return {
         "name": name,
@@ -101,7 +101,7 @@ def _run(log: RunLog, name: str, timeline: list[TimelineEvent], ends: Sequence[f
 
 
 def _layers(log: RunLog) -> Table | None:
-    """Return the placement of each layer, its last placement in a step, and the reason."""
+    """Return the placement of each layer in the policy, the last placement in a step, and the reason."""
     last = log.events(MemoryEvent)[-1:]
     now = dict(zip(last[0].names, last[0].placements, strict=True)) if last else {}
     placed: Any = log.header.plan
@@ -125,11 +125,11 @@ _PANELS = (
     ("Step time without update (dashed: stall)", "seconds", "stall_seconds"),
     ("Loss", "loss"),
 )
-"""The title of each panel, the field of its line, and the field of its dashed line."""
+"""Title of each panel, with the field of the line and the field of the dashed line."""
 
 
 def _steps_figure(logs: Sequence[RunLog], names: Sequence[str]) -> Figure:
-    """Return a figure of memory, transfers, time and loss over steps, with one line for each run."""
+    """Return a figure of memory, transfers, time and loss over the steps, with one line for each run."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -155,6 +155,6 @@ def _steps_figure(logs: Sequence[RunLog], names: Sequence[str]) -> Figure:
 
 
 def _values(log: RunLog, field: str) -> dict[int, float]:
-    """Return the known values of a field by step number."""
+    """Return the known values of a record field by step number."""
     known = ((step.step, getattr(step, field)) for step in log.steps)
     return {number: value for number, value in known if value is not None}

@@ -1,4 +1,4 @@
-"""The report and the picture of ``tba-offload plan``."""
+"""Text report and picture of ``tba-offload plan``."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """The result of planning from a run log.
+    """Result of planning from a run log.
 
     Attributes:
-        names: The module name of each layer.
-        plan: The plan in the form of run logs.
-        step: The predicted step of the plan.
-        frontier: The best plan for each of several budgets, ordered by budget.
-        keep_peak_bytes: The predicted activation peak if every layer is kept.
-        keep_seconds: The predicted step time if every layer is kept. None if the run kept no layer.
-        run: The measured activation peak and step time of the run. None if not measured.
-        title: The model and the machine.
-        notes: Sentences about drives, device and optimizer states.
-        beside_bytes: Bytes of the device not available to activations, if ``budget.device_bytes`` is given.
+        names: Module name of each layer.
+        plan: The plan, in the form of a plan event in run logs.
+        step: Predicted step under the plan.
+        frontier: Predicted steps of the best plans for several budgets, ordered by budget.
+        keep_peak_bytes: Predicted activation peak if all layers are kept.
+        keep_seconds: Predicted step time if all layers are kept. None if the run kept no layer.
+        run: Measured activation peak and step time of the run. None if not measured.
+        title: Text with the model and the machine.
+        notes: Sentences about drives, the device and optimizer states.
+        beside_bytes: Bytes of the device that activations cannot use, if ``budget.device_bytes`` is given.
     """
 
     names: tuple[str, ...]
@@ -57,10 +57,10 @@ class PlanReport:
     beside_bytes: int | None = None
 
     def parts(self, policy_file: str | None = None) -> list[Table | str]:
-        """Return the tables and sentences of the report, with the advice last.
+        """Return the tables and sentences of the report. The advice is last.
 
         Args:
-            policy_file: The policy file that the plan was written to.
+            policy_file: Path of the policy file with the plan, if a file was written.
         """
         step = self.step
         window = "without a limit" if step.window_bytes is None else readable_size(step.window_bytes)
@@ -91,10 +91,10 @@ class PlanReport:
         return Table((*columns, "Layers"), rows, right=columns, title="The best plan for each budget")
 
     def advice(self, policy_file: str | None = None) -> str:
-        """Return the advice, in one sentence.
+        """Return the advice for this plan as text.
 
         Args:
-            policy_file: The policy file that the plan was written to.
+            policy_file: Path of the policy file with the plan, if a file was written.
         """
         step, placements = self.step, self.plan["placements"]
         what = layers_by_placement(self.names, placements)
@@ -106,12 +106,12 @@ class PlanReport:
         if all(placement == "keep" for placement in placements):
             if step.budget_bytes is not None:
                 budget = readable_size(step.budget_bytes)
-                return f"Keep every layer: the peak of {peak} fits the budget of {budget}."
+                return f"Keep all layers: the peak of {peak} fits the budget of {budget}."
             return (
-                f"Keep every layer (peak {peak}): no plan frees much memory without a longer step. "
+                f"Keep all layers (peak {peak}): no plan frees much memory without a longer step. "
                 "--budget SIZE returns the fastest plan for less memory."
             )
-        speed = f"step {significant(step.seconds)} s (keep: unknown, since the run kept no layer)"
+        speed = f"step {significant(step.seconds)} s (keep: unknown, because the run kept no layer)"
         if self.keep_seconds:
             speed = f"step {step.seconds / self.keep_seconds:.2f} x keep"
         return f"Use {policy_file or '-o policy.yaml'}: {what}. Peak {peak} (keep: {keep}), {speed}."
@@ -128,30 +128,30 @@ _FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "Years": ("years", significant),
     "Fits": ("fits", lambda fits: "yes" if fits else "no"),
 }
-"""Key and format of each column of :func:`placements_table`."""
+"""Key and format of each column in :func:`placements_table`."""
 
 
 def placements_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table of the figures of placements. A column without figures is left out."""
+    """Return a table with the figures of each placement. Columns without figures are omitted."""
     shown = {name: each for name, each in _FIGURES.items() if any(row[each[0]] is not None for row in rows)}
     cells = [["-" if row[key] is None else words(row[key]) for key, words in shown.values()] for row in rows]
     return Table(list(shown), cells, right=shown.keys() - {"Placement"})
 
 
 def draw_frontier(report: PlanReport, path: str | os.PathLike[str]) -> None:
-    """Draw predicted step time over predicted peak, for the best plans, the chosen plan and the run.
+    """Draw the predicted step time over the predicted peak for the best plans, the chosen plan and the run.
 
     Args:
-        report: The result of planning.
-        path: The picture to write, SVG or PNG.
+        report: Result of planning.
+        path: Path of the picture to write, SVG or PNG.
 
     Raises:
-        ConfigError: No plan fits its budget, or the suffix is wrong.
+        ConfigError: No plan fits its budget, or the suffix of ``path`` is wrong.
         MissingDependencyError: matplotlib is not installed.
         OSError: The picture cannot be written.
     """
     if not any(step.fits for step in report.frontier):
-        raise ConfigError("no frontier to draw: no plan fits its budget")
+        raise ConfigError("the picture cannot be drawn, because no plan fits its budget")
     write_picture(path, lambda: _frontier_figure(report))
 
 

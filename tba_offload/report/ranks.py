@@ -1,4 +1,4 @@
-"""Run logs of several ranks: their names, and how they are merged into one log."""
+"""Names of the run logs of several ranks, and functions that merge such logs into one log."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _RANK = re.compile(r"\.rank(\d+)(?=\.jsonl$)")
 
 
 def path_of_rank(path: str | os.PathLike[str], rank: int) -> Path:
-    """Return the name of one rank's log: ``run.rank3.jsonl`` for ``run.jsonl`` and rank 3."""
+    """Return the path of one rank's log: ``run.rank3.jsonl`` for ``run.jsonl`` and rank 3."""
     name = Path(path)
     return name.with_name(f"{name.name.removesuffix('.jsonl')}.rank{rank}.jsonl")
 
 
 def paths_of_ranks(path: str | os.PathLike[str]) -> list[Path]:
-    """Return ``path`` if it exists, otherwise the logs of its ranks."""
+    """Return ``path`` if this file exists, otherwise the paths of the logs of its ranks."""
     name = Path(path)
     ranks: dict[int, Path] = {}
     if not os.path.lexists(name):
@@ -37,10 +37,10 @@ def paths_of_ranks(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def read_runs(paths: Iterable[str | os.PathLike[str]]) -> list[RunLog]:
-    """Read run logs, and merge the logs of the ranks of a run into one.
+    """Read run logs, and merge the logs of all ranks of a run into one log.
 
     Args:
-        paths: Run logs. If ``run.jsonl`` does not exist, the logs of ranks are read: ``run.rank0.jsonl``,
+        paths: Run logs. If ``run.jsonl`` does not exist, the logs of its ranks are read: ``run.rank0.jsonl``,
             ``run.rank1.jsonl`` and so on.
 
     Raises:
@@ -56,13 +56,13 @@ def merged(logs: Sequence[RunLog]) -> RunLog:
     """Merge the logs of all ranks of a run into one log.
 
     Work and transferred bytes are summed over ranks. Times come from the slowest rank, because a step ends
-    when all ranks end. Peaks come from the rank with the highest one, because each rank has its own device.
+    when all ranks end. Peaks come from the rank with the highest peak, because each rank has its own device.
 
     Args:
         logs: One log for each rank, at least one.
 
     Raises:
-        RunLogError: A rank has no log, or has two.
+        RunLogError: A rank has no log, or has two logs.
     """
     first, *others = sorted(logs, key=lambda log: log.header.rank)
     ranks, count = {log.header.rank for log in logs}, first.header.ranks

@@ -1,7 +1,7 @@
-"""ROK curves: model throughput over peak memory, for recompute, offload and keep.
+"""ROK curves, which show model throughput over peak memory for recompute, offload and keep.
 
-Each run is one point. Each strategy is one line through its batch sizes. A run is in the Pareto set if no
-other run needs less memory and is also faster.
+Each run is one point. A line connects the points of one strategy in the order of batch size. A run is in the
+Pareto set if no other run needs less memory and is also faster.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Unit = Literal["FLOP/s", "tokens/s"]
 
 Memory = Literal["activations", "device"]
-"""The memory for which runs are compared: activations, or all memory of the device."""
+"""Memory by which runs are compared: activations, or all memory of the device."""
 
 _PEAKS: dict[Memory, str] = {"activations": "activation_peak_bytes", "device": "device_peak_bytes"}
 _WORK: dict[Unit, str] = {"FLOP/s": "model_flops", "tokens/s": "tokens"}
@@ -43,24 +43,24 @@ _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RokPoint:
-    """One run on a ROK curve.
+    """Point of a ROK curve, which represents one run.
 
     Attributes:
-        strategy: The label of the run. Points with equal labels form a line.
-        batch_size: Sequences in a step. None if the log does not say.
-        activation_peak_bytes: The largest activation peak of the counted steps. None if not measured.
+        strategy: Label of the run. Points with equal labels form a line.
+        batch_size: Number of sequences in a step; None if the log does not have this number.
+        activation_peak_bytes: Largest activation peak of the counted steps in bytes; None if not measured.
         device_peak_bytes: Peak live bytes of the device during forward and backward, including weights and
             gradients. On a CPU, live bytes of the process. None if not measured.
-        throughput: The work of a step divided by the median step time, in ``unit``.
-        unit: ``"FLOP/s"``, without recomputation, or ``"tokens/s"``.
-        step_seconds: Median time of the counted steps, including the optimizer's update.
-        lower_quartile_seconds: The lower quartile of the times.
-        upper_quartile_seconds: The upper quartile of the times.
-        steps: The number of counted steps with a time.
+        throughput: Work of a step divided by the median step time, in ``unit``.
+        unit: Unit of the throughput: ``"FLOP/s"``, without recomputation, or ``"tokens/s"``.
+        step_seconds: Median time of the counted steps in seconds, including the optimizer's update.
+        lower_quartile_seconds: Lower quartile of the step times in seconds.
+        upper_quartile_seconds: Upper quartile of the step times in seconds.
+        steps: Number of counted steps with a time.
         source: The run log.
-        memory: The memory for which points are compared.
-        peak_source: The method that measured the peak. None if the log does not say.
-        title: The model and the machine, without the numbers that label points.
+        memory: Memory by which points are compared.
+        peak_source: Method that measured the peak. None if the log does not say.
+        title: Text with the model and the machine, without the numbers that label points.
         sequence: Tokens of a sequence. None if the log does not say, or if all points have the same number.
     """
 
@@ -82,22 +82,22 @@ class RokPoint:
 
     @property
     def peak_bytes(self) -> int:
-        """The peak of ``memory``."""
+        """Peak in bytes of the memory that ``memory`` names."""
         return getattr(self, _PEAKS[self.memory]) or 0
 
     @property
     def peak_name(self) -> str:
-        """The name of this peak."""
+        """Name of the compared peak."""
         return _PEAKS[self.memory].removesuffix("_bytes").replace("_", " ")
 
     @property
     def name(self) -> str:
-        """A name for sentences, for example ``"offload at batch size 8"``."""
+        """Name of the point in sentences, for example ``"offload at batch size 8"``."""
         return f"{self.strategy} at {self.size}" if self.size else f"{self.strategy} ({self.source})"
 
     @property
     def size(self) -> str:
-        """The batch size and the tokens of a sequence as text. Empty if both are None."""
+        """Batch size and sequence length as text, which is empty if both are None."""
         known = {"batch size {}": self.batch_size, "{} tokens": self.sequence}
         return " and ".join(text.format(number) for text, number in known.items() if number is not None)
 
@@ -110,11 +110,11 @@ def points(
     """Read run logs and return one point for each run. All points have the same unit of throughput.
 
     Args:
-        paths: The run logs. The logs of all ranks of a run give one point.
-        memory: The memory for which points are compared.
+        paths: The run logs. Paths of run logs. The logs of all ranks of a run give one point.
+        memory: Memory by which points are compared.
 
     Raises:
-        RunLogError: A log cannot be read, or has no peak, no throughput, or no counted step.
+        RunLogError: A log cannot be read, or has no peak, no throughput or no counted step.
     """
     return points_of(read_runs(paths), memory=memory)
 
@@ -124,7 +124,7 @@ def points_of(logs: Sequence[RunLog], *, memory: Memory = "activations") -> list
     counted = [counted_steps(log) for log in logs]
     for log, steps in zip(logs, counted, strict=True):
         if not steps:
-            raise RunLogError(f"{log.path}: {len(log.steps)} steps, none after the warm-up. Train more steps")
+            raise RunLogError(f"{log.path}: the run has no step after the warm-up. Train more steps")
     for unit, work in _WORK.items():
         if all(getattr(step, work) for steps in counted for step in steps):
             varies = len({_sequence(log.header) for log in logs}) > 1
@@ -144,7 +144,7 @@ def _sequence(header: RunHeader) -> int | None:
 def _point(
     log: RunLog, steps: Sequence[StepRecord], memory: Memory, unit: Unit, *, sequence_varies: bool
 ) -> RokPoint:
-    """Return the point of a run: its largest peak and its median time."""
+    """Return the point of a run, with the largest peak and the median time."""
     peaks = {name: max(getattr(step, name) or 0 for step in steps) or None for name in _PEAKS.values()}
     if peaks[_PEAKS[memory]] is None:
         raise RunLogError(f"{log.path}: no {_PEAKS[memory]} was measured in the {len(steps)} counted steps")
@@ -173,7 +173,7 @@ def _point(
 
 
 def lines(points: Sequence[RokPoint]) -> dict[str, list[RokPoint]]:
-    """Return the points of each strategy, ordered by batch size and sequence length."""
+    """Return the points of each strategy, in the order of batch size and sequence length."""
     grouped: dict[str, list[RokPoint]] = {each.strategy: [] for each in points}
     for each in sorted(points, key=lambda each: (each.batch_size or 0, each.sequence or 0, each.peak_bytes)):
         grouped[each.strategy].append(each)
@@ -181,7 +181,7 @@ def lines(points: Sequence[RokPoint]) -> dict[str, list[RokPoint]]:
 
 
 def pareto(points: Iterable[RokPoint]) -> list[RokPoint]:
-    """Return the Pareto set: no other point is equal or better in both values and better in one."""
+    """Return the Pareto set: points for which no other point needs less memory and is also faster."""
     candidates = sorted(points, key=lambda each: each.peak_bytes)
     return [each for each in candidates if not any(_beats(other, each) for other in candidates)]
 
@@ -195,10 +195,10 @@ def _beats(one: RokPoint, other: RokPoint) -> bool:
 
 
 def table(points: Sequence[RokPoint]) -> Table:
-    """Return the points as a table, ordered by strategy. A star marks the Pareto set.
+    """Return the points as a table, ordered by strategy. A star marks points in the Pareto set.
 
     Args:
-        points: At least one point.
+        points: Points of the curve, at least one.
     """
     winners = pareto(points)
     (peak_unit, size), (speed_unit, speed_size) = _scales(points)
@@ -217,8 +217,8 @@ def table(points: Sequence[RokPoint]) -> Table:
     rows = [[cell(each) for cell in columns.values()] for line in lines(points).values() for each in line]
     sources = " / ".join(dict.fromkeys(each.peak_source or "not stated" for each in points))
     caption = (
-        f"Peak: the largest of the counted steps, measured by {sources}. Step: their median time with the "
-        "update. Throughput: FLOPs or tokens over this time, without recomputation."
+        f"Peak: largest peak of the counted steps, measured by {sources}. Step: median time with the update. "
+        "Throughput: FLOPs or tokens divided by the median time, without recomputation."
     )
     return Table(list(columns), rows, right=columns.keys() - {"Strategy", "Run"}, caption=caption)
 
@@ -229,19 +229,19 @@ def _scales(points: Sequence[RokPoint]) -> tuple[tuple[str, float], tuple[str, f
 
 
 def summary(points: Sequence[RokPoint]) -> list[Table | str]:
-    """Return the table, the Pareto set and the comparisons."""
+    """Return the table of points, the Pareto set, and comparisons of the runs."""
     winners = "; ".join(point.name for point in pareto(points))
     return [table(points), f"Pareto set: {winners}.", *(f"- {sentence}" for sentence in advice(points))]
 
 
 def rows(points: Sequence[RokPoint]) -> list[dict[str, object]]:
-    """Return the points for programs, in the order of ``points``."""
+    """Return the points as dicts for JSON, in the order of ``points``."""
     winners = pareto(points)
     return [dataclasses.asdict(each) | {"pareto": each in winners} for each in points]
 
 
 def csv_text(points: Sequence[RokPoint]) -> str:
-    """Return the points as CSV with a header line. Unknown values are empty."""
+    """Return the points as CSV text with a header line. Unknown values are empty."""
     file = io.StringIO()
     content = rows(points)
     writer = csv.DictWriter(file, fieldnames=list(content[0]), lineterminator="\n")
@@ -253,7 +253,7 @@ def csv_text(points: Sequence[RokPoint]) -> str:
 def advice(points: Sequence[RokPoint]) -> list[str]:
     """Return comparisons of the runs as sentences."""
     few = ", ".join(each.name for each in points if each.steps < 3)
-    doubts = [f"Fewer than 3 steps count for {few}. Train more steps for reliable times."] if few else []
+    doubts = [f"Fewer than 3 steps count for {few}. Train more steps to get reliable times."] if few else []
     return [*_at_equal_size(points), *doubts]
 
 
@@ -283,11 +283,11 @@ def _noise(one: RokPoint, fastest: RokPoint) -> str:
 # Pictures. The code avoids pyplot, which opens windows, has global figures, and applies the user's style.
 
 WIDTH = 5.6
-"""Inches of every picture. At 390 pixels its text is still readable."""
+"""Width of every picture in inches. At 390 pixels, the text of a picture is still readable."""
 
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000")
-"""The colours of Okabe and Ito, which colour-blind readers can distinguish. Markers and dashes differ too."""
+"""The colours of Okabe and Ito, which colour-blind readers can distinguish."""
 
 INK, GREY = "#222222", "#c4c4c4"
 
@@ -306,7 +306,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def looks(names: Iterable[str]) -> dict[str, tuple[str, str, str]]:
-    """Return a colour, a marker and dashes for each name. A placement looks the same in every picture."""
+    """Return a colour, a marker and dashes for each name. A placement has the same look in every picture."""
     known = [*_KNOWN, *(name for name in dict.fromkeys(names) if name not in _KNOWN)]
     return {
         name: (COLOURS[place % 7], "os^hvdX<>pPD*"[place % 13], ("-", "--", "-.", ":")[place // 7 % 4])
@@ -316,7 +316,7 @@ def looks(names: Iterable[str]) -> dict[str, tuple[str, str, str]]:
 
 @contextlib.contextmanager
 def drawing() -> Iterator[None]:
-    """Draw in one style for all pictures, independent of the user's matplotlib style.
+    """Return a context manager that sets the style of all pictures, whatever the user's matplotlib style.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -330,7 +330,7 @@ def drawing() -> Iterator[None]:
 
 
 def require_matplotlib() -> None:
-    """Check that matplotlib is installed, before a command computes for minutes.
+    """Check that matplotlib is installed, before a command computes figures for minutes.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -340,14 +340,14 @@ def require_matplotlib() -> None:
 
 
 def picture_kind(path: str | os.PathLike[str], *more: str) -> str:
-    """Return the kind of file that the suffix of ``path`` selects.
+    """Return the file kind that the suffix of ``path`` selects.
 
     Args:
-        path: The file to write.
-        more: Kinds that are allowed besides ``"svg"`` and ``"png"``.
+        path: Path of the picture to write.
+        more: Allowed kinds besides ``"svg"`` and ``"png"``.
 
     Raises:
-        ConfigError: The suffix is not allowed.
+        ConfigError: The suffix of ``path`` is not allowed.
     """
     kind, kinds = Path(path).suffix.lower().removeprefix("."), ("svg", "png", *more)
     if kind not in kinds:
@@ -357,21 +357,21 @@ def picture_kind(path: str | os.PathLike[str], *more: str) -> str:
 
 
 def rendered(figure: Figure, kind: str) -> bytes:
-    """Return a figure as the bytes of a file. Equal figures give equal bytes."""
+    """Return a figure as the bytes of a picture file. Equal figures give equal bytes."""
     file = io.BytesIO()
     figure.savefig(file, format=kind, dpi=220, metadata={"Date": None} if kind == "svg" else None)
     return file.getvalue()
 
 
 def write_picture(path: str | os.PathLike[str], figure_of: Callable[[], Figure]) -> None:
-    """Draw a figure and write it as SVG or PNG, as the suffix of ``path`` says.
+    """Draw a figure and write a picture. The suffix of ``path`` selects SVG or PNG.
 
     Args:
-        path: The file to write.
-        figure_of: A function that returns the figure.
+        path: Path of the picture to write.
+        figure_of: Function that returns the figure.
 
     Raises:
-        ConfigError: The suffix is neither ``.svg`` nor ``.png``.
+        ConfigError: The suffix of ``path`` is neither ``.svg`` nor ``.png``.
         MissingDependencyError: matplotlib is not installed.
         OSError: The picture cannot be written.
     """
@@ -382,20 +382,20 @@ def write_picture(path: str | os.PathLike[str], figure_of: Callable[[], Figure])
 
 
 def draw(points: Sequence[RokPoint], path: str | os.PathLike[str]) -> None:
-    """Draw the curve: one line for each strategy, and rings around the Pareto set.
+    """Draw the ROK curve, with one line for each strategy and rings around the Pareto set.
 
     Args:
-        points: At least one point. All points have the same unit.
+        points: Points of the curve, at least one. All points have the same unit.
         path: The picture to write, SVG or PNG.
 
     Raises:
-        ConfigError: The suffix is neither ``.svg`` nor ``.png``.
+        ConfigError: The suffix of ``path`` is neither ``.svg`` nor ``.png``.
     """
     write_picture(path, lambda: rok_figure(points))
 
 
 def rok_figure(points: Sequence[RokPoint]) -> Figure:
-    """Return the curve as a figure. Call this function inside :func:`drawing`."""
+    """Return the ROK curve as a figure. Call this function inside :func:`drawing`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
@@ -422,7 +422,7 @@ def rok_figure(points: Sequence[RokPoint]) -> Figure:
 
 
 def _write_numbers(axes: Axes, numbers: Sequence[int | None]) -> None:
-    """Write a number beside each point, in the direction that is farthest from lines and other numbers."""
+    """Write the batch size beside each point, far from lines and other numbers."""
     import numpy as np
 
     drawn = axes.lines[:-2]  # without the Pareto set
@@ -442,11 +442,11 @@ def _write_numbers(axes: Axes, numbers: Sequence[int | None]) -> None:
 
 
 RING: dict[str, Any] = {"marker": "o", "markersize": 13, "mfc": "none", "color": INK, "linestyle": "none"}
-"""The look of highlighted points."""
+"""Look of highlighted points."""
 
 
 def finish(axes: Axes, y_label: str, title: str = "", *, from_zero: bool = True) -> None:
-    """Label the y axis, start it at zero, and set the title. Callers set the x axis, which panels share."""
+    """Label the y-axis, start the y-axis at zero, and set the title."""
     axes.set_ylabel(y_label)
     axes.set_title(textwrap.fill(visible(title), 72), loc="left", fontsize="small")
     if from_zero:
@@ -456,7 +456,7 @@ def finish(axes: Axes, y_label: str, title: str = "", *, from_zero: bool = True)
 
 
 def short(text: str, most: int = 30) -> str:
-    """Return a label for a legend. Matplotlib hides labels that start with an underscore."""
+    """Return a shortened label for a legend. Matplotlib would hide labels that start with an underscore."""
     found = visible(text)
     found = found if len(found) <= most else f"{found[: most - 1]}…"
     return f" {found}" if found.startswith("_") else found

@@ -1,4 +1,4 @@
-"""Tables and sentences, printed by rich: in the width of a terminal, or as Markdown in files and pipes."""
+"""Tables and sentences for output: in the width of a terminal, or as Markdown in files and pipes."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
     from rich.console import ConsoleOptions, RenderableType
 
 _WIDE = 100_000
-"""Line width for output without wrapping."""
+"""Line width that avoids wrapping."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table with the most important columns first.
+    """A table whose most important columns are first.
 
-    On a narrow terminal, the last columns are left out and named below the table. Numbers are never cut.
+    On a narrow terminal, the last columns are omitted and named below the table. Numbers are never cut.
 
     Attributes:
-        headings: The heading of each column.
-        rows: The cells of each row.
-        right: Headings of the columns that are aligned to the right.
-        title: A line above the table.
-        caption: A line below the table.
+        headings: Heading of each column.
+        rows: Cells of each row.
+        right: Headings of columns that are aligned to the right.
+        title: Line above the table.
+        caption: Line below the table.
     """
 
     headings: Sequence[str]
@@ -51,7 +51,7 @@ class Table:
     caption: str | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        """Yield the parts that rich prints."""
+        """Yield the parts of the table that rich prints."""
         shown, wide = len(self.headings), options.update(max_width=_WIDE)
         grid = self._grid(shown, is_markdown=not console.is_terminal)
         while shown > 1 and console.measure(grid, options=wide).minimum > options.max_width:
@@ -61,7 +61,7 @@ class Table:
             yield Text(visible(self.title), style="bold")
         yield grid
         if shown < len(self.headings):
-            yield Text(f"Columns that do not fit here (see --json): {', '.join(self.headings[shown:])}")
+            yield Text(f"Omitted columns (see --json): {', '.join(self.headings[shown:])}")
         if self.caption is not None:
             yield Text(visible(self.caption))
 

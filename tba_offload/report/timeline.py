@@ -1,4 +1,4 @@
-"""The timeline of a step, as a picture or as a trace for Perfetto and Chrome."""
+"""Timeline of a step, as a picture or as a trace for Perfetto and Chrome."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from tba_offload.report.log import RunLog
 
 TRACE = "json"
-"""The suffix of a trace."""
+"""File suffix of a trace."""
 
 
 class ScopeTimes(NamedTuple):
-    """The times of one run of a layer, in seconds since the step began."""
+    """Times of one run of a layer, in seconds since the start of the step."""
 
     layer: int
     micro_batch: int
@@ -40,15 +40,15 @@ class ScopeTimes(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Memory at one time, in bytes without gradients.
+    """Memory at one time of a step, in bytes without gradients.
 
     Attributes:
-        seconds: The time since the step began.
-        live: All live bytes.
-        in_flight: Activations in flight, including prefetched ones.
+        seconds: Seconds since the start of the step.
+        live: All live bytes, without gradients.
+        in_flight: Activations in flight, including prefetched activations.
         read_ahead: Prefetched activations.
-        settled: Activations that backward uses, or that a drive did not accept.
-        left: Activations that layers keep.
+        settled: Activations that backward is using, or that a drive refused.
+        left: Activations that layers keep in memory.
     """
 
     seconds: Seconds
@@ -60,15 +60,15 @@ class Moment(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One read or write. Times are seconds since the step began.
+    """One read or write of an I/O thread. Times are in seconds since the start of the step.
 
     Attributes:
-        drive: The index of the drive in the list of drives.
+        drive: Index of the drive in ``Timeline.drives``.
         writes: True for a write, False for a read.
-        began: The start of the call.
-        ended: The end of the call.
-        nbytes: The bytes that were written or read.
-        thread: The number of the I/O thread.
+        began: Start time of the call.
+        ended: End time of the call.
+        nbytes: Number of bytes that were written or read.
+        thread: Number of the I/O thread.
     """
 
     drive: int
@@ -80,12 +80,12 @@ class Move(NamedTuple):
 
 
 class Drive(NamedTuple):
-    """A drive or host memory, for one kind of data.
+    """A drive or host memory that holds one kind of data.
 
     Attributes:
-        number: The number of the directory.
-        place: The directory, or ``host memory``.
-        moves: The data: ``optimizer states``, ``frozen weights``, or empty for activations.
+        number: Number of the directory in the policy.
+        place: Path of the directory, or ``host memory``.
+        moves: The data: Kind of data: ``optimizer states``, ``frozen weights``, or empty for activations.
     """
 
     number: int
@@ -94,28 +94,28 @@ class Drive(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The name of the drive in pictures, without the directory."""
+        """Name of the drive in pictures, without the directory."""
         label = self.place if self.place == "host memory" else f"drive {self.number}"
         return f"{label}, {self.moves}" if self.moves else label
 
 
 class TimelineEvent(Event):
-    """The timeline of a step, by the host's clock. Times are seconds since the step began.
+    """Timeline of a step, by the host's clock. Times are in seconds since the start of the step.
 
     Attributes:
-        step: The number of the step.
-        source: The method that measured live bytes.
-        names: Module names of the layers.
-        scopes: The runs of layers, in the order of their forward.
-        backward_ends: The ends of backward passes.
+        step: Number of the step.
+        source: Method that measured live bytes.
+        names: Module names of the attached layers.
+        scopes: Runs of layers, in the order of their forward.
+        backward_ends: End times of backward passes.
         stalls: Start and end of each wait of the training thread for I/O.
-        points: Memory at several times. Empty if memory was not measured.
+        points: Memory at several times. The tuple is empty if memory was not measured.
         updates: Start and end of each optimizer step.
-        budget: The budget of activations in bytes. None for no limit.
-        drives: The drives. If a drive also holds states or weights, it has one more entry for each kind of
+        budget: Activation budget in bytes; None for no limit.
+        drives: The drives. A drive that also holds states or weights has one more entry for each kind of
             data.
-        moves: The reads and writes, ordered by their start.
-        title: Text that names the model and the machine, from the header of the log.
+        moves: All reads and writes, ordered by start time.
+        title: Text with the model and the machine, from the header of the log.
     """
 
     EVENT = TIMELINE
@@ -135,19 +135,22 @@ class TimelineEvent(Event):
 
     @property
     def seconds(self) -> float:
-        """The time of the last event."""
+        """Time of the last event of the step."""
         ends = [until for _, until in (*self.stalls, *self.updates)] + self.backward_ends
         ends += [point.seconds for point in self.points[-1:]] + [move.ended for move in self.moves]
         ends += [scope.forward_ended or scope.forward_began for scope in self.scopes]
         return max(ends, default=0.0)
 
     def forwards(self) -> list[tuple[ScopeTimes, float, float]]:
-        """Return each run of a layer with start and end of its forward."""
+        """Return each run of a layer, with the start and end of its forward."""
         ends = [(scope, scope.forward_ended) for scope in self.scopes]
         return [(scope, scope.forward_began, end) for scope, end in ends if end is not None]
 
     def backwards(self) -> list[tuple[ScopeTimes, float, float]]:
-        """Return each run with start and end of its backward. A backward ends where the next event starts."""
+        """Return each run of a layer, with the start and end of its backward.
+
+        A backward ends where the next event starts.
+        """
         reached = [(scope, scope.backward_began) for scope in self.scopes if scope.backward_began is not None]
         begins = sorted(began for _, began in reached)
         forwards = [scope.forward_began for scope in self.scopes]
@@ -158,11 +161,11 @@ class TimelineEvent(Event):
         """Write a picture (``.svg``, ``.png``) or a trace (``.json``).
 
         Args:
-            path: The file to write. Its suffix selects the kind.
+            path: Path of the file to write. The suffix of ``path`` selects the kind.
 
         Raises:
-            ConfigError: The suffix is not one of these three.
-            MissingDependencyError: The file is a picture, and matplotlib is not installed.
+            ConfigError: The suffix of ``path`` is not ``.svg``, ``.png`` or ``.json``.
+            MissingDependencyError: ``path`` names a picture, and matplotlib is not installed.
             OSError: The file cannot be written.
         """
         if picture_kind(path, TRACE) == TRACE:
@@ -176,18 +179,18 @@ def timeline_of(log: RunLog, step: int | None = None) -> TimelineEvent:
 
     Args:
         log: The run log.
-        step: The number of the step. Default: the last step with a timeline.
+        step: Number of the step. By default, the last step with a timeline.
 
     Raises:
-        RunLogError: The log has no timeline of this step.
+        RunLogError: The run log has no timeline of the step.
     """
     found = log.events(TimelineEvent)
     chosen = [each for each in found if step in (None, each.step)]
     if not chosen:
         known = ", ".join(str(each.step) for each in found) or "none"
         raise RunLogError(
-            f"{log.path}: no timeline of this step. Steps with a timeline: {known}. Choose one of them, or "
-            "record a step with session.step(trace=True)"
+            f"{log.path}: the run log has no timeline of this step. Steps with a timeline: {known}. Choose "
+            "such a step, or record a step with session.step(trace=True)"
         )
     return chosen[-1].model_copy(update={"title": log.header.title})
 
@@ -196,7 +199,7 @@ def timeline_of(log: RunLog, step: int | None = None) -> TimelineEvent:
 
 _CENTRED: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": "x-small"}
 _BINS, _MOST_POINTS = 120, 400
-"""Number of bins of traffic, and upper limit of the points of a curve."""
+"""Number of time bins for traffic, and largest number of points in a curve."""
 
 _PARTS: dict[str, tuple[str, Callable[[Moment], int]]] = {
     "being written": (COLOURS[1], lambda point: max(point.in_flight - point.read_ahead, 0)),
@@ -204,11 +207,11 @@ _PARTS: dict[str, tuple[str, Callable[[Moment], int]]] = {
     "in use, or refused by a drive": (COLOURS[4], lambda point: point.settled),
     "kept by layers": (COLOURS[3], lambda point: point.left),
 }
-"""The known parts of live bytes from bottom to top, with their colours."""
+"""Known parts of live bytes with colours, from bottom to top of the stack."""
 
 
 def ends_of(timeline: TimelineEvent) -> tuple[float, ...]:
-    """Return the ends of the axes of a timeline: seconds, bytes of memory, and bytes a second."""
+    """Return the upper ends of the axes of a timeline: seconds, bytes of memory, and bytes per second."""
     peak, budget = max((point.live for point in timeline.points), default=1), timeline.budget or 0
     rates = [float(rate.max()) for both in _rates(timeline) for rate in both]
     memory = budget if peak < budget <= 3 * peak else peak
@@ -216,9 +219,9 @@ def ends_of(timeline: TimelineEvent) -> tuple[float, ...]:
 
 
 def _rates(timeline: TimelineEvent) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Return the written and the read bytes a second in each bin, for each drive.
+    """Return the written and the read bytes per second of each drive in each time bin.
 
-    The bytes of a call are spread evenly over its time.
+    The bytes of a call are spread evenly over the time of the call.
     """
     import numpy as np
 
@@ -231,13 +234,13 @@ def _rates(timeline: TimelineEvent) -> list[tuple[NDArray[np.float64], NDArray[n
 
 
 def timeline_figure(timeline: TimelineEvent, ends: Sequence[float] = ()) -> Figure:
-    """Return a figure with the memory, the traffic of each drive, the layers and the stalls of a step.
+    """Return a figure of memory, traffic of each drive, layers and stalls in a step.
 
     Call this function inside :func:`tba_offload.report.rok.drawing`.
 
     Args:
         timeline: The step.
-        ends: The ends of the axes, as :func:`ends_of` returns them. Default: those of ``timeline``.
+        ends: Upper ends of the axes from :func:`ends_of`. By default, the ends of ``timeline``.
     """
     from matplotlib.figure import Figure
 
@@ -260,7 +263,7 @@ def timeline_figure(timeline: TimelineEvent, ends: Sequence[float] = ()) -> Figu
 
 
 def _draw_memory(axes: Axes, timeline: TimelineEvent, largest: float) -> None:
-    """Stack the known parts of live bytes, with all other memory on top, and draw the budget."""
+    """Draw the known parts of live bytes as a stack, all other memory on top, and the budget."""
     each = math.ceil(len(timeline.points) / _MOST_POINTS)
     groups = [timeline.points[first : first + each] for first in range(0, len(timeline.points), each)]
     points = [max(group, key=lambda point: point.live) for group in groups]
@@ -282,7 +285,7 @@ def _draw_memory(axes: Axes, timeline: TimelineEvent, largest: float) -> None:
 
 
 def _draw_traffic(panels: list[Axes], timeline: TimelineEvent, largest: float) -> None:
-    """Draw the writes of each drive above zero, and its reads below zero. All drives have the same scale."""
+    """Draw writes of each drive above zero and reads below zero, with one scale for all drives."""
     import numpy as np
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -301,7 +304,7 @@ def _draw_traffic(panels: list[Axes], timeline: TimelineEvent, largest: float) -
 
 
 def _draw_lanes(axes: Axes, timeline: TimelineEvent, end: float) -> None:
-    """Draw a row for each phase and a row for stalls. Wide runs of layers have a number."""
+    """Draw a row for each phase and a row for stalls. Wide runs of layers show the layer number."""
     for row, runs in enumerate((timeline.forwards(), timeline.backwards())):
         for scope, began, ended in runs:
             colour, ink = (COLOURS[0], "white") if scope.layer % 2 else (COLOURS[5], INK)
@@ -319,7 +322,7 @@ def _draw_lanes(axes: Axes, timeline: TimelineEvent, end: float) -> None:
 
 
 def trace_of(timeline: TimelineEvent) -> dict[str, Any]:
-    """Return the step as a trace: rows of layers, updates, stalls and I/O threads, and counters of memory."""
+    """Return the timeline as a trace with rows of layers, updates, stalls and I/O, and memory counters."""
     rows: dict[str, int] = {}
     events: list[dict[str, Any]] = []
     for row, name, began, ended, told in _slices(timeline):
@@ -338,7 +341,7 @@ def trace_of(timeline: TimelineEvent) -> dict[str, Any]:
 
 
 def _slices(timeline: TimelineEvent) -> Iterator[tuple[str, str, float, float, dict[str, Any]]]:
-    """Yield row, name, start, end and arguments of each slice."""
+    """Yield the row, name, start, end and arguments of each slice in the trace."""
     yield "step", f"step {timeline.step}", 0.0, timeline.seconds, {}
     for since, until in timeline.updates:
         yield "step", "update", since, until, {}

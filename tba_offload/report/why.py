@@ -1,7 +1,7 @@
-"""Diagnosis of memory: the peak of a step, its holders, and the one change that lowers the peak most.
+"""Diagnosis of memory: the peak of a step, what holds memory at the peak, and the most effective change.
 
-Each cause has a rule. The rule proposes one change, and computes the bytes that this change would free in
-each phase. The new peak is the highest phase after the change, because another phase may be almost as high.
+A rule detects each cause, proposes one change, and computes the bytes that this change would free in each
+phase. The new peak is the highest phase after the change, because another phase may be almost as high.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HOLDERS = {
     "states": "optimizer states",
     "gradients": "gradients",
     "others": "other memory that outlives steps, for example other models",
-    "kept": "activations of layers that keep them",
+    "kept": "activations that layers keep in memory",
     "in_flight": "activations in flight (being written or prefetched)",
     "settled": "activations in use by backward, or refused by a drive",
     "small": "activations kept because they are small or referenced elsewhere",
@@ -39,9 +39,9 @@ HOLDERS = {
     "put_out": "outputs of the model",
     "beside": "memory allocated before, between or after layers",
     "running": "working memory",
-    "store": "the store, which is in memory",
+    "store": "the store in host memory",
 }
-"""Descriptions of the holders of memory."""
+"""Descriptions of what holds memory."""
 
 _PHASES = {
     "forward": ("forward", "the forward of {}", "working memory of one layer"),
@@ -52,29 +52,32 @@ _PHASES = {
     "update": ("update", "the optimizer's update", "working memory of the optimizer"),
     "step": ("step", "a phase that the log does not record", "unknown to the offloader"),
 }
-"""For each phase its name, its description, and the name of its working memory."""
+"""Name and description of each phase, and the name of working memory in this phase."""
 
 _WORTH, _OTHERS = 1 / 32, 2
-"""The smallest share of the peak that a reported change saves, and the number of further changes reported."""
+"""Smallest share of the peak that a reported change saves, and the largest number of further changes."""
 
 _SLOTS, _LARGEST_SUB_GROUP = 3, 64
-"""The number of sub-groups of offloaded states in memory at one time, and the largest advised size in MiB."""
+"""Number of sub-groups of offloaded states in memory at one time, and the largest advised sub-group in
+MiB."""
 
 _CHUNK = 1024
-"""Tokens in a chunk of the advised loss. With 8 chunks of a long sequence, logits would still be large."""
+"""Number of tokens in an advised chunk of the loss. With only 8 chunks of a long sequence, logits would still
+be large."""
 
 _OF_THE_MODEL = ("one large gradient", "gradients", "optimizer states", "frozen weights", "one layer")
-"""Causes other than activations. Only changes of these can lower backward below gradients and one layer."""
+"""Causes other than activations. Only a change to one of these causes can lower the peak of backward below
+the bytes of gradients and one layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The memory of one phase of a step at its peak.
+    """Memory at the peak of one phase of a step.
 
     Attributes:
-        name: The name of the phase.
-        layer: The index of the layer that was running, or that ran last.
-        held: Bytes by holder, with the names of :data:`HOLDERS`.
+        name: Name of the phase.
+        layer: Index of the layer that was running at the peak, or that ran last.
+        held: Bytes by holder, with the keys of :data:`HOLDERS`.
     """
 
     name: str
@@ -83,24 +86,24 @@ class Phase:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all holders."""
+        """Sum of the bytes of all holders."""
         return sum(self.held.values())
 
     def of(self, *holders: str) -> int:
-        """Return the sum of bytes of the given holders."""
+        """Return the sum of the bytes of the given holders."""
         return sum(self.held.get(holder, 0) for holder in holders)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A cause of the peak, and the change that removes the cause.
+    """Cause of the memory peak, and the change that removes the cause.
 
     Attributes:
-        cause: The name of the cause, for programs.
-        nbytes: Bytes of the peak that the change affects. 0 if they were live before the step.
-        saves: Bytes by which the change lowers the peak.
-        what: The cause as a sentence.
-        change: The change as a sentence.
+        cause: Name of the cause, for programs.
+        nbytes: Bytes of the peak that the change affects; 0 if these bytes were live before the step.
+        saves: Number of bytes by which the change lowers the peak.
+        what: Description of the cause.
+        change: Description of the change.
     """
 
     cause: str
@@ -112,13 +115,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The memory of one step in a run log: of all measured steps, the one with the highest peak.
+    """Memory of the measured step with the highest peak in a run log.
 
     Attributes:
-        log: The run log.
-        step: The record of the step.
-        memory: The memory event of the step. None if the log has none.
-        phases: The phases of the step.
+        log: Path of the run log.
+        step: Record of the step.
+        memory: Memory event of the step; None if the log has no memory event.
+        phases: Phases of the step.
     """
 
     log: RunLog
@@ -128,10 +131,12 @@ class Evidence:
 
     @classmethod
     def of(cls, log: RunLog) -> Evidence:
-        """Return the evidence of a log. The first step counts only if no other step was measured.
+        """Return the measured step with the highest peak.
+
+        The first step counts only if no other step was measured.
 
         Raises:
-            RunLogError: The log has no step, or has a damaged event.
+            RunLogError: The run log has no step, or has a damaged event.
         """
         if not log.steps:
             raise RunLogError(f"{log.path}: the run log has no step. Train at least two steps")
@@ -157,26 +162,26 @@ class Evidence:
 
     @property
     def peak(self) -> Phase:
-        """The phase with the highest peak."""
+        """Phase with the highest peak."""
         return max(self.phases, key=lambda phase: phase.nbytes)
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that layers with hooks saved in the step."""
+        """Number of bytes that layers with hooks saved in the step."""
         return max(self.step.forwarded_bytes + self.step.read_bytes, self.step.offloaded_bytes)
 
     def most(self, holder: str, *phases: str) -> int:
-        """Return the largest number of bytes of a holder in any of the given phases. Default: all phases."""
+        """Return the largest number of bytes of a holder in the given phases (by default in all phases)."""
         return max((each.of(holder) for each in self.phases if each.name in phases or not phases), default=0)
 
     def where(self, phase: Phase) -> str:
-        """Return the description of a phase."""
+        """Return the description of a phase with the name of the layer."""
         names = self.memory.names if self.memory is not None else []
         name = f" ({names[phase.layer]})" if phase.layer < len(names) else ""
         return _PHASES[phase.name][1].format(f"layer {phase.layer}{name}")
 
     def findings(self) -> list[Finding]:
-        """Return the causes whose change lowers the peak noticeably, ordered by effect."""
+        """Return the causes whose changes lower the peak noticeably, the most effective change first."""
         if self.memory is None:
             return []
         found, one_layer = [], self.most("running", "backward")
@@ -198,11 +203,11 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The peak of memory, its holders, and the changes that would lower it. ``str`` returns a report.
+    """Peak of memory, what holds memory at the peak, and changes that would lower the peak.
 
     Attributes:
-        evidence: The measured step.
-        findings: The causes, ordered by the effect of their changes.
+        evidence: The measured step with the highest peak.
+        findings: The causes, in the order of the effect of their changes.
     """
 
     evidence: Evidence
@@ -213,21 +218,21 @@ class Diagnosis:
         """Return the diagnosis of a run.
 
         Raises:
-            RunLogError: The log has no step.
+            RunLogError: The run log has no step.
         """
         evidence = Evidence.of(log)
         return cls(evidence, tuple(evidence.findings()))
 
     @property
     def cause(self) -> str | None:
-        """The cause with the most effective change. None if no change lowers the peak noticeably."""
+        """Cause with the most effective change; None if no change lowers the peak noticeably."""
         return self.findings[0].cause if self.findings else None
 
     def __str__(self) -> str:
         return text.as_text(*self.parts()).removesuffix("\n")
 
     def parts(self) -> list[text.Table | str]:
-        """Return the report as sentences and tables."""
+        """Return the diagnosis as sentences and tables."""
         seen = self.evidence
         peak, words = seen.peak, HOLDERS | {"running": _PHASES[seen.peak.name][2]}
         held = sorted(((size, name) for name, size in peak.held.items() if size), reverse=True)
@@ -245,16 +250,16 @@ class Diagnosis:
         ]
 
     def advice(self) -> list[str]:
-        """Return the most effective change and further changes as sentences."""
+        """Return sentences about the most effective change and further changes."""
         peak = self.evidence.peak.nbytes
         if self.evidence.memory is None:
-            return ["The holders were not measured. Use attach(..., measure_memory=True) for two steps."]
+            return ["Memory holders were not measured. Use attach(..., measure_memory=True) for two steps."]
         if not self.findings:
             return ["No single change would lower the peak noticeably."]
         first, *others = self.findings
-        then = f"The peak would be about {readable_size(peak - first.saves)}, not {readable_size(peak)}."
+        then = f"The peak falls from {readable_size(peak)} to about {readable_size(peak - first.saves)}."
         if not first.nbytes:
-            then = f"This would save {readable_size(first.saves)} in the last step of the log."
+            then = f"The change saves {readable_size(first.saves)} in the last step of the run log."
         more = [f"Next cause: {each.what}. Change: {each.change}." for each in others[:_OTHERS]]
         return [f"Cause: {first.what}.", f"Most effective change: {first.change}. {then}", *more]
 
@@ -274,13 +279,13 @@ class Diagnosis:
 
 
 def why(path: str | os.PathLike[str]) -> Diagnosis:
-    """Return the diagnosis of a run. If the run has several ranks, the rank with the highest peak counts.
+    """Return the diagnosis of a run. In a run with several ranks, the rank with the highest peak counts.
 
     Args:
-        path: The run log.
+        path: Path of the run log.
 
     Raises:
-        RunLogError: The log cannot be read, or has no step.
+        RunLogError: The run log cannot be read, or has no step.
     """
     found = [Diagnosis.of(read_run_log(each)) for each in paths_of_ranks(path)]
     return max(found, key=lambda each: each.evidence.peak.nbytes)
@@ -292,7 +297,7 @@ def _doubts(seen: Evidence) -> Iterator[str]:
         yield "On a CPU, memory is sampled, so short peaks may be missing."
     if planned and measured is not None:
         ratio = significant(measured / planned)
-        yield f"The plan predicted an activation peak of {readable_size(planned)}. Measured: {ratio} x that."
+        yield f"The measured activation peak is {ratio} x the predicted peak ({readable_size(planned)})."
 
 
 def _peak_of(step: StepRecord) -> int:
@@ -304,7 +309,7 @@ def _is_on_cpu(step: StepRecord) -> bool:
 
 
 def _lasting(log: RunLog, step: StepRecord, memory: MemoryEvent) -> dict[str, int]:
-    """Return the bytes that every phase holds."""
+    """Return the bytes by holder that are in memory in every phase."""
     known = {"parameters": memory.static.parameters, "states": memory.static.states}
     # On a CPU, base_bytes includes the memory of the program itself.
     others = 0 if _is_on_cpu(step) else max((step.base_bytes or 0) - sum(known.values()), 0)
@@ -323,7 +328,7 @@ def _held(peak: PhasePeak, lasting: Mapping[str, int]) -> dict[str, int]:
     return held | {"running": left}
 
 
-# The causes. Each rule yields a name, the bytes that its change frees in a phase, the cause and the change
+# Rules of causes. A rule yields the name, the bytes that its change frees in a phase, the cause, the change
 
 
 def _window(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
@@ -341,19 +346,19 @@ def _store(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
     change = "free space in store.directories, add a drive, or raise store.capacity if it is set"
     yield "store", lambda phase: min(phase.of("settled", "small"), refused), what, change
     holder = "outputs" if _is_host_store_on_cpu(seen) else "store"
-    what = f"the store is in memory, so writing {readable_size(written)} a step frees nothing"
-    change = "set store.directories to directories on a drive (check them with `tba-offload doctor DIR`)"
+    what = f"the store is in memory, so writing {readable_size(written)} per step frees nothing"
+    change = "set store.directories to directories on a drive (check each with `tba-offload doctor DIR`)"
     yield "store", lambda phase: min(phase.of(holder), written), what, change
 
 
 def _is_host_store_on_cpu(seen: Evidence) -> bool:
-    """Return True if the store is host memory on a CPU. Its bytes then look like memory of layers."""
+    """Return True if the store is host memory on a CPU. The store's bytes then look like memory of layers."""
     return seen.log.header.store.get("kind") == "host" and _is_on_cpu(seen.step)
 
 
 def _held_elsewhere(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
     held = max(_known_elsewhere(seen), 0 if _is_host_store_on_cpu(seen) else seen.most("outputs"))
-    what = f"the model, a list or an attribute references {readable_size(held)} that layers save or return"
+    what = f"the program keeps references to {readable_size(held)} of tensors that layers save or return"
     change = (
         "drop the references (output_hidden_states=False, output_attentions=False, no lists of hidden states "
         "or losses), and register constant tables as buffers"
@@ -362,15 +367,18 @@ def _held_elsewhere(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
 
 
 def _known_elsewhere(seen: Evidence) -> int:
-    """Return the bytes that references outside autograd keep. The first step writes them without need."""
+    """Return the bytes that references outside autograd keep in memory.
+
+    The first step writes these bytes in vain.
+    """
     return max(step.held_bytes for step in seen.log.steps)
 
 
 def _kept_by_the_program(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
     # The loss may need the outputs. Outputs that are live at another time are referenced by the program.
     held = seen.most("put_out", "forward", "backward", "embeddings", "between", "update")
-    what = f"the program references {readable_size(held)} of model outputs, as outputs = model(...) does"
-    change = "delete them before backward (loss = model(...).loss, or del outputs), or keep numbers (.item())"
+    what = f"the program keeps {readable_size(held)} of model outputs, as in outputs = model(...)"
+    change = "drop outputs before backward (loss = model(...).loss, or del outputs), or keep only .item()"
     yield "outputs", lambda phase: min(phase.of("put_out"), held), what, change
     later = [step for step in seen.log.steps[2:] if step.base_bytes is not None]
     bases = [(step.base_bytes or 0) + (step.earlier_outputs_bytes or 0) for step in later]
@@ -403,13 +411,13 @@ def _but_one_layer(holder: str, layers: int) -> Callable[[Phase], int]:
 
 
 def _change_of_plan(seen: Evidence, names: list[str], better: str) -> str:
-    """Return the change that gives layers another placement: in the policy, or in the planner's budget."""
+    """Return the change that gives layers another placement, in the policy or through the budget."""
     entries, budget = [seen.log.header.plan.get(name) for name in names], seen.step.activation_budget_bytes
     if not all(isinstance(entry, dict) and entry.get("placement") == "auto" for entry in entries):
-        return f"set their placement to {better}"
+        return f"set the placement of these layers to {better}"
     peak = min(filter(None, (budget, seen.step.activation_peak_bytes)), default=None)
     than = "" if peak is None else f" below {readable_size(peak)}"
-    return f"the planner chose their placement, so set budget.activation_bytes{than}"
+    return f"set budget.activation_bytes{than}, because the planner chose these placements"
 
 
 def _loss(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
@@ -418,7 +426,10 @@ def _loss(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
     chunks = max((seen.step.tokens or 0) // micro_batches // _CHUNK, 8)
 
     def chunked(phase: Phase) -> int:
-        """Return the bytes that chunks free. Each chunk still computes a gradient of the whole head."""
+        """Return the bytes that chunks free.
+
+        Each chunk still computes a gradient of the whole output layer.
+        """
         is_of_loss = phase.name in {"loss", "between"}
         return (phase.of("running") - spared) * (chunks - 1) // chunks if is_of_loss else 0
 
@@ -428,7 +439,7 @@ def _loss(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
 
 
 def _left_out(seen: Evidence, memory: MemoryEvent) -> int:
-    """Return the bytes that blocks outside the layers save, at the size of one layer for each block."""
+    """Return the estimated bytes that blocks outside the layers save. Each block counts like one layer."""
     return memory.left_out * seen.saved_bytes // max(seen.step.scopes, 1)
 
 
@@ -443,7 +454,7 @@ def _outside(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
     blocks = f"{memory.left_out} trained blocks"
     who = blocks if memory.left_out else "modules, for example embeddings or an encoder,"
     what = f"{who} are not attached layers, and keep about {readable_size(nbytes)}"
-    change = "attach them as layers: attach(model, policy, layers=[...])"
+    change = "attach these modules as layers: attach(model, policy, layers=[...])"
     yield "outside the layers", beside, what, change
     made = seen.most("running", "embeddings") + seen.most("beside", "embeddings")
     # The bytes of other holders are estimates, which may include a small part of the gradient.
@@ -454,7 +465,7 @@ def _outside(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
         return min(phase.of("gradients"), size) + made
 
     what = f"backward allocates the whole gradient of {name} ({readable_size(size)}) with every placement"
-    change = "make it sparse (nn.Embedding(..., sparse=True), with SGD or Adagrad), or freeze the parameter"
+    change = "use sparse gradients (nn.Embedding(..., sparse=True), SGD or Adagrad), or freeze the parameter"
     yield "one large gradient", of_table, what, change
 
 
@@ -473,7 +484,7 @@ def _model(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
         change = "shard gradients over ranks (FSDP2, ZeRO-2), or use 16-bit parameters"
         yield "gradients", lambda phase: phase.of("gradients") // 2, what, change
     elif not any(update.get("in_backward") for update in updates):
-        change = f"free them during backward: states.when: backward, {setting}"
+        change = f"free gradients during backward: states.when: backward, {setting}"
         yield "gradients", lambda p: p.of("gradients") - max(slots - p.of("states"), 0), what, change
     works = seen.most("running", "update")
     beside = f", and an update needs {readable_size(works)} of working memory" if works else ""
@@ -482,7 +493,7 @@ def _model(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
     yield "optimizer states", of_states, what, change
     spare = memory.frozen_weights - 2 * memory.frozen_weights // max(len(memory.names), 2)  # two layers stay
     what = f"frozen weights take {readable_size(memory.frozen_weights)} in every phase"
-    change = "offload them: weights: {frozen: offload}"
+    change = "offload frozen weights: weights: {frozen: offload}"
     yield "frozen weights", lambda phase: min(spare, phase.of("parameters")), what, change
 
 
@@ -493,7 +504,7 @@ def _one_layer(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
         """Return half of the memory that grows with the micro-batch."""
         return phase.of("running") // 2 if phase.name in {"forward", "backward"} else 0
 
-    whole = ", including its recomputed activations" if again else ""
+    whole = ", including recomputed activations" if again else ""
     what = f"{seen.where(seen.peak)} needs {readable_size(seen.peak.of('running'))} at once{whole}"
     change = "use twice as many micro-batches of half the size; with one long sequence, run the MLP in chunks"
     yield "one layer", freed, what, change
@@ -503,4 +514,4 @@ _RULES = (
     *(_window, _store, _held_elsewhere, _kept_by_the_program),
     *(_placements, _loss, _outside, _model, _one_layer),
 )
-"""The rules, each for one or several causes."""
+"""The rules. Each rule detects one or several causes."""

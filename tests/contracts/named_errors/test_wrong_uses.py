@@ -150,7 +150,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a log in no directory": (
         {"run_log": "no/run.jsonl"},
         tba.RunLogError,
-        "no/run.jsonl: the run log cannot be opened: its directory does not exist: mkdir -p .*/no",
+        "no/run.jsonl: the run log cannot be opened: the directory does not exist: mkdir -p .*/no",
     ),
 }
 

@@ -71,7 +71,7 @@ def test_a_run_that_was_not_auto_can_be_planned_from(run_log: Path) -> None:
 def test_host_memory_beside_the_drives_of_the_run_is_planned_with(run_log: Path, tmp_path: Path) -> None:
     host = {"write": 1e10, "read": 1e10, "capacity": 64 * MIB}
     path = with_rates(run_log, tmp_path / "run.jsonl", 1e6, host=host, host_first=True)
-    assert "beside host memory with 10.0 GB/s written" in run_plan(path).output
+    assert "and host memory with 10.0 GB/s written" in run_plan(path).output
     situation = Situation.of(path, Bandwidth(1e9, 1e9))
     offloaded = play(situation.profile, Plan((OFFLOAD,) * LAYERS), situation.bandwidth)
     assert offloaded.host_bytes > 0 == offloaded.sent_bytes
@@ -172,7 +172,7 @@ def test_a_run_that_keeps_all_can_be_planned_from_with_given_rates(run_log: Path
         train(model, session, steps=4, micro_batches=2)
     failed = invoke_plan(path)
     assert failed.exit_code == 1
-    assert "this run wrote to no drive, so the rates are not known" in failed.output
+    assert "the run wrote to no drive, so the drive rates are unknown" in failed.output
     kept, offloaded = Situation.of(path, Bandwidth(1e9, 1e9)).profile, Situation.of(run_log).profile
     assert {kind.nbytes for kind in kept.kinds} == {kind.nbytes for kind in offloaded.kinds}
     found = json.loads(run_plan(path, "--budget", "3MiB", "--write", "2GB/s", "--json").output)

@@ -77,7 +77,7 @@ def test_a_point_has_the_largest_peak_and_the_median_speed(tmp_path: Path) -> No
 
 
 def test_a_run_without_steps_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RunLogError, match=r"run\.jsonl: 0 steps, none after the warm-up"):
+    with pytest.raises(RunLogError, match=r"run\.jsonl: the run has no step after the warm-up"):
         rok.points([save(tmp_path / "run.jsonl", [])])
 
 

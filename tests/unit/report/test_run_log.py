@@ -104,25 +104,26 @@ def test_cut_anywhere_a_log_keeps_its_whole_lines(tmp_path: Path) -> None:
         assert len(log.steps) == sum(end <= length for end in ends) - 1
     for begin in (b"", b"\n\n", content[: ends[0] - 1]):
         cut.write_bytes(begin)
-        with pytest.raises(RunLogError, match="not a run log: it has no complete line"):
+        with pytest.raises(RunLogError, match="not a run log: the file has no complete line"):
             read_run_log(cut)
 
 
 def test_a_log_is_never_overwritten_and_has_one_writer(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with RunLogWriter(path, HEADER) as log:
-        with pytest.raises(RunLogError, match=r"it exists.*for example run\.rank0\.jsonl"):
+        with pytest.raises(RunLogError, match=r"the file exists.*for example run\.rank0\.jsonl"):
             RunLogWriter(path, HEADER)
         log.write(RECORD)
     before, opened = path.read_bytes(), descriptors()
-    with pytest.raises(RunLogError, match="it exists, and run logs are never overwritten"):
+    with pytest.raises(RunLogError, match="the file exists, and run logs are never overwritten"):
         RunLogWriter(path, HEADER)
     assert path.read_bytes() == before
     assert descriptors() == opened
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("link", "it exists"), ("absent/run.jsonl", "its directory does not exist: mkdir -p ")]
+    ("name", "said"),
+    [("link", "the file exists"), ("absent/run.jsonl", "the directory does not exist: mkdir -p ")],
 )
 def test_only_a_new_file_becomes_a_log(tmp_path: Path, name: str, said: str) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "victim")
@@ -153,7 +154,7 @@ def test_a_log_that_cannot_be_written_is_told_once_and_ends(
         log.note("news", {})
     (record,) = caplog.records
     assert "run.jsonl: the run log cannot be written: " in record.getMessage()
-    assert "Training continues without it. Free disk space" in record.getMessage()
+    assert "Training continues. Free disk space" in record.getMessage()
     if cause == "full":
         assert read_run_log(path).steps == (RECORD,)
 

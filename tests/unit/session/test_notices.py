@@ -93,11 +93,11 @@ def test_a_run_ends_with_one_line_of_what_it_cost(tmp_path: Path, caplog: pytest
             peaks = [record.activation_peak_bytes for record in session.records]
         told = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
         assert len(told) == (steps > 1)
-        assert ("TB a year" in str(told)) == (steps > 1 and place != memory)
+        assert ("TB per year" in str(told)) == (steps > 1 and place != memory)
     size = r"[\d.]+ [KM]iB"
     shape = (
-        rf"activation peak {size} \(keep: {size}\), step [\d.]+ x keep as predicted, "
-        rf"{size} written a step: [\d.]+ TB a year at this rate"
+        rf"activation peak {size} \(keep: {size}\), step [\d.]+ x the predicted step of keep, "
+        rf"{size} written per step: [\d.]+ TB per year at this rate"
     )
     assert re.fullmatch(shape, told[0]), told
     assert readable_size(max(peak for peak in peaks[1:] if peak is not None)) in told[0]

@@ -101,7 +101,7 @@ def test_nothing_is_left_attached_when_the_store_cannot_be_opened(model: Model, 
         session_for(model, directory=tmp_path / "file")
     assert "forward" not in vars(model.layers[0])
     threads = threading.active_count()
-    with pytest.raises(tba.RunLogError, match="its directory does not exist"):
+    with pytest.raises(tba.RunLogError, match="the directory does not exist"):
         tba.attach(model, config_for(), run_log=tmp_path / "none" / "log")
     assert threading.active_count() == threads
 
