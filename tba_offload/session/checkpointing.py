@@ -1,4 +1,4 @@
-"""Checkpointing of layers by their framework. A session takes it over while it is open."""
+"""Checkpointing of layers by their framework, which a session takes over until the session closes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class _Off:
     """The value of a switch that is set aside.
 
-    It is false for a framework that reads a flag. As a checkpoint function, it only calls the layer.
+    Used as a flag, the value is false. Used as a checkpoint function, the value only calls the layer.
     """
 
     def __init__(self, replaced: Any) -> None:
@@ -73,7 +73,7 @@ class Checkpointing:
         self._set_aside.clear()
 
     def placed(self, layer: LayerId, placement: Placement) -> Placement:
-        """Return the placement of a layer with this placement in the policy."""
+        """Return the placement of a layer. ``placement`` is the layer's placement in the policy."""
         is_planned = placement is Placement.AUTO and self._may_plan
         if layer not in self._taken or placement.recomputes or is_planned:
             return placement
@@ -96,7 +96,7 @@ class Checkpointing:
 
 
 def _wrapped(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module. If it is a wrapper, as of FSDP or ``torch.compile``, also yield the wrapped modules."""
+    """Yield a module and, if the module is a wrapper of FSDP or ``torch.compile``, the wrapped modules."""
     yield module
     for name, child in module.named_children():
         if name in {"_fsdp_wrapped_module", "_orig_mod"} or is_checkpoint_wrapper(module):
@@ -104,5 +104,5 @@ def _wrapped(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_selective(function: Any) -> bool:
-    """Return True if a checkpoint saves more than its inputs."""
+    """Return True if a checkpoint function saves more than the inputs of the layer."""
     return "context_fn" in getattr(function, "keywords", {})

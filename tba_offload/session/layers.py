@@ -37,10 +37,11 @@ class LayerRuns:
     """Runner of the layers of a session.
 
     Args:
-        session: The session. The layers keep it alive, even if the program has no reference to it.
+        session: The session. The layers keep the session alive, even if the program has no reference to the
+            session.
 
     Attributes:
-        recomputed: For each layer, the code that recomputes it.
+        recomputed: For each layer, its :class:`~tba_offload.recompute.checkpoint.RecomputedLayer`.
     """
 
     def __init__(self, session: Session) -> None:
@@ -69,7 +70,7 @@ class LayerRuns:
             return site.forward(*args, **kwargs)
         # These checks are inline, because each call of a function costs time in cold caches.
         if not torch.is_grad_enabled() or self._loop.is_inert or torch_private.is_recomputation():
-            # A reentrant checkpoint, or a loss that caches gradients. No step opens for them.
+            # A reentrant checkpoint, or a loss that caches gradients, opens no step.
             if site.runs == 0 and torch.is_grad_enabled() and torch_private.is_recomputation():
                 self._leave_alone(site)
             return site.forward(*args, **kwargs)
@@ -114,12 +115,12 @@ class LayerRuns:
             raise UnsupportedError(
                 f"{site.layer.id} has the placement '{placement.value}' and runs {how}: a CUDA graph needs "
                 "activations at fixed addresses. Do not capture a CUDA graph around attached layers. Compile "
-                "with mode='default' or 'max-autotune-no-cudagraphs', or set their placement to 'keep'."
+                "with mode='default' or 'max-autotune-no-cudagraphs', or set the placement to 'keep'."
             )
         return output
 
     def _run_as(self, placement: Placement, site: Site, scope: ScopeTrace, given: Arguments) -> object:
-        """Run a layer in a checkpoint, with hooks that offload its saved tensors, or plainly."""
+        """Run a layer in a checkpoint, in hooks that offload its saved tensors, or without both."""
         layer, (args, kwargs) = self.recomputed[site.index], given
         if placement.recomputes:
             if not placement.offloads:
@@ -179,7 +180,7 @@ class LayerRuns:
         return output
 
     def _placement_here(self, site: Site, arguments: Sequence[object]) -> Placement:
-        """Return the planned placement, or ``keep`` if neither hooks nor a second run are possible here."""
+        """Return the planned placement, or ``keep`` if this run allows neither hooks nor a second run."""
         planning = self._session.planning
         placement: Placement = planning.plan.placements[site.index]
         if placement is Placement.KEEP:
@@ -199,7 +200,7 @@ class LayerRuns:
     # ---- what surrounds a call -------------------------------------------------------------------
 
     def _note_inputs(self, site: Site, arguments: Sequence[object]) -> int:
-        """Return the bytes of a layer's inputs. Leave the plan if these bytes exceed those of the profile."""
+        """Return the bytes of a layer's inputs. Leave the plan if the profile had smaller inputs."""
         session = self._session
         # A frozen layer saves nothing.
         if session.planning.has_budget and _has_backward(site.layer.module, arguments):
@@ -220,14 +221,18 @@ class LayerRuns:
 
 
 _TAIL = 32
-"""Number of operations next to the model's output. A loss, logits and a last norm have about 20."""
+"""Number of operations next to the model's output.
+
+A loss, logits and a last norm have about 20 operations.
+"""
 
 
 class BackwardWatch:
     """Observer of backward passes.
 
     Args:
-        session: The session. No reference to it is kept, because graphs refer to this object.
+        session: The session. ``BackwardWatch`` keeps no reference to the session, because graphs refer to
+            ``BackwardWatch``.
     """
 
     def __init__(self, session: Session) -> None:
@@ -289,8 +294,7 @@ class BackwardWatch:
     def watch_tail(self, output: object) -> None:
         """Sample memory around the operations of backward that are nearest to the model's output.
 
-        Logits and loss often cause the peak of the step. This peak is too short for samples at fixed
-        intervals.
+        Logits and loss often cause the peak of the step, which is too short for samples at fixed intervals.
         """
         meter, step, tensor = self._memory.meter, self._loop.step, graph.first_differentiable(output)
         if meter is None or not meter.samples or step is None or tensor is None or tensor.grad_fn is None:
@@ -314,7 +318,7 @@ class _TriedHooks(LayerHooks):
 
 
 def _everything(_: int) -> bool:
-    """Let each activation of a kept layer stay in memory. Its hooks only count bytes for the run log."""
+    """Let each activation of a kept layer stay in memory. The hooks only count bytes for the run log."""
     return True
 
 
@@ -341,10 +345,10 @@ def _dimensions(arguments: Iterable[object]) -> list[int]:
 
 
 def _hooks_are_taken() -> bool:
-    """Return True if other code has saved-tensor hooks here, or forbids them.
+    """Return True if other code has set saved-tensor hooks, or forbids saved-tensor hooks.
 
-    Below our hooks, hooks of an outer context (a checkpoint, ``save_on_cpu``) would not see the layer. Under
-    a ``torch.func`` transform, hooks raise an error or get wrappers without a storage.
+    With our hooks, the hooks of an outer context (a checkpoint, ``save_on_cpu``) would not see the layer.
+    Under a ``torch.func`` transform, hooks raise an error or get wrappers without a storage.
     """
     is_plain = not torch_private.is_transformed() and torch_private.hooks_are_allowed()
     return not is_plain or torch_private.hooks_on_top() is not None

@@ -1,13 +1,13 @@
-"""Steps of a session. This module detects where steps begin and end, so a training loop need not mark them.
+"""Steps of a session. A session detects where steps begin and end, so a training loop need not mark steps.
 
-A step begins with the model's first forward that records a graph. It contains all micro-batches up to the
-step of the optimizers of the model's parameters. A step ends
+A step begins with the model's first forward that records a graph. A step contains all micro-batches up to the
+update of the model's parameters by their optimizers. A step ends
 
 * when the optimizers of all parameters with a gradient have made a step;
 * before the next forward, if only some of these optimizers have made a step;
 * when the program has dropped or zeroed the gradients without an optimizer, because the loop updates the
   weights itself, or because a gradient scaler has skipped the update;
-* when its graph is freed without a backward pass. This is an evaluation, and the step is not recorded.
+* when its graph is freed without a backward pass, as in an evaluation. This step is not recorded.
 
 A step does not end when hooks remove gradients within backward, or when ``torch.autograd.grad`` returns
 gradients. A step never ends inside a backward pass, because optimizers may update in hooks of gradients.
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from tba_offload.session.session import Session
 
 Tokens = int | Callable[..., int | None]
-"""Tokens of one micro-batch, or a function that returns them for the arguments of the model's forward."""
+"""Number of tokens of one micro-batch, or a function of the arguments of the model's forward that returns
+this number."""
 
 
 class Step:
@@ -56,7 +57,8 @@ class Step:
             the tokens that the model receives are counted.
         model_flops: FLOPs, as given to :meth:`Session.step`; may be set inside the block.
         record: The :class:`StepRecord`, once the step has ended without an exception. On an accelerator,
-            figures that the device has not computed yet are missing. ``session.records`` has them later.
+            figures that the device has not computed yet are missing in this record, but not in
+            ``session.records``.
         is_traced: Whether the user asked for a timeline of this step.
         over_time: Timeline of the step, once it has ended; ``None`` if no timeline was recorded.
         number: Number of the step in the run log, from 1, once it has begun.
@@ -71,12 +73,13 @@ class Step:
             layer. A set of weak references would need finalizers, in which an interrupt is lost.
         seen_tokens: Number of tokens that the model received.
         updates: Start and end of each optimizer step.
-        updated: Ids of the parameters that optimizers have updated. The optimizers keep these parameters.
+        updated: Ids of the parameters that optimizers have updated. The optimizers keep these parameters
+            alive.
         seconds: Duration of the step without optimizers, by the host's clock. If the first forward opened the
-            step, it ends with its last backward pass. The end does not wait for the device.
+            step, the duration ends with the last backward pass, without a wait for the device.
         optimizer_seconds: Duration of the optimizer steps since the last step; ``None`` if there were none.
         had_optimizer: Whether optimizers made a step between start and end of this step.
-        seconds_before: Duration of the optimizer steps between the last step and this one.
+        seconds_before: Duration of the optimizer steps between the last step and this step.
     """
 
     def __init__(
@@ -106,14 +109,14 @@ class Step:
 
     @property
     def timeline(self) -> TimelineEvent:
-        """The timeline of the step. Its method ``write(path)`` makes a picture or a trace.
+        """The timeline of the step. Call its method ``write(path)`` for a picture or a trace.
 
         Raises:
             SessionError: No timeline was recorded, or the step has not ended or raised an exception.
         """
         if self.over_time is None:
             raise SessionError(
-                "no timeline was recorded for this step. Ask for one with session.step(trace=True)"
+                "no timeline was recorded for this step. Record a timeline with session.step(trace=True)"
             )
         return TimelineEvent.model_validate(self.over_time)
 
@@ -154,7 +157,7 @@ class Loop:
 
     Attributes:
         step: The open step; ``None`` between steps.
-        opens_steps: Whether steps open by themselves.
+        opens_steps: Whether the model's forward opens steps.
         is_inert: Whether the process is a forked child, in which the session does nothing.
         session: The session; ``None`` once it is closed.
     """
@@ -219,8 +222,8 @@ class Loop:
         Args:
             step: The step.
             failed: Whether the step is not recorded.
-            is_broken: Whether all storages of a failed step are dropped. Then its graphs cannot be used any
-                more.
+            is_broken: Whether all storages of a failed step are dropped, so that its graphs cannot be used
+                any more.
         """
         if self.is_inert:
             return
@@ -279,7 +282,7 @@ class Loop:
     def _is_over(self, step: Step, *, at_forward: bool = False) -> bool:
         """Return True if a step is over. ``at_forward`` means that one optimizer's update is enough."""
         trace, gradients = self.session.capture.trace, self.session.gradients
-        if step.has_failed or trace.in_backward:  # an exception ended it
+        if step.has_failed or trace.in_backward:  # an exception ended the step
             return True
         if step.updates:
             return at_forward or bool(gradients.born.keys() <= step.updated)
@@ -304,7 +307,7 @@ class Loop:
     # ---- the model -------------------------------------------------------------------------------
 
     def _model_begins(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Open a step before the model's forward, unless it belongs to the open step. Count its tokens."""
+        """Open a step before a forward of the model that belongs to no open step. Count the tokens."""
         if self.is_inert or is_recomputation() or not torch.is_grad_enabled():
             return
         if self._outermost is None or self._outermost is module:  # the module's last forward has failed
@@ -326,7 +329,7 @@ class Loop:
             self.session.watch.watch_tail(output)
 
     def backward_ended(self) -> None:
-        """Record that a backward pass is over. Pause the meter if a closure of an optimizer asked for it."""
+        """Record that a backward pass is over. Pause the meter if an optimizer's closure ran this pass."""
         if self.step is not None and self.step.opened_itself:
             self.session.gradients.pass_ended()
             self.session.capture.trace.end_step()  # another micro-batch may follow and end later
@@ -341,7 +344,8 @@ class Loop:
     ) -> None:
         """Raise failures of a step before its gradients change the weights.
 
-        An optimizer may call another optimizer, or its base class. The one that begins last is recorded.
+        An optimizer may call another optimizer, or its base class. Only the optimizer step that begins last
+        is recorded.
         """
         if self.is_inert or self.session is None:
             return
@@ -388,7 +392,7 @@ class Loop:
 
 
 class _Hook:
-    """A hook on a model or on all optimizers. It has only a weak reference to its :class:`Loop`."""
+    """A hook on a model or on all optimizers, with only a weak reference to its :class:`Loop`."""
 
     def __init__(self, loop: weakref.ref[Loop], method: Callable[..., Any]) -> None:
         self._loop, self._method = loop, method
@@ -403,7 +407,8 @@ class _Hook:
 
 class _ModelHook(_Hook):
     def __call__(self, *arguments: object) -> Any:
-        # Code that is being compiled must not trace into the session. The first layer opens the step then.
+        # Code that is being compiled must not trace into the session. During compilation, the first layer
+        # opens the step.
         return None if torch.compiler.is_compiling() else super().__call__(*arguments)
 
 
@@ -432,7 +437,7 @@ def token_counter(tokens: Tokens | None) -> Callable[..., int | None]:
     if callable(tokens):
         return tokens
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
-        raise ConfigError(f"tokens is {tokens!r}. Pass their number in a micro-batch, or a function")
+        raise ConfigError(f"tokens is {tokens!r}. Pass the number of tokens in a micro-batch, or a function")
     return lambda *_, **__: tokens
 
 

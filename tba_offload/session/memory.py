@@ -1,7 +1,7 @@
 """Memory of steps: the peak, the holders of memory at the peak, and the timeline of memory.
 
 A meter measures live bytes. The in-flight window counts the bytes of the offloader. The bytes that a layer
-leaves in memory are measured when the next layer begins. The remaining bytes belong to the running layer.
+leaves in memory are measured when the next layer begins. All other bytes belong to the running layer.
 
 Each measurement reads the allocator before a run of a layer. On an accelerator each reading is slow, so only
 some steps are measured: the first three, and steps whose number is a power of two.
@@ -46,23 +46,24 @@ _FULLER = 1 + 1 / 64
 """Ratio of bytes above which a later moment replaces an earlier moment as the peak of its phase."""
 
 _MOST = 20_000
-"""Upper limit of the runs, waits, points and transfers in a timeline. Its line in the log has few MiB."""
+"""Upper limit of the runs, waits, points and transfers in a timeline, so that its line in the log has few
+MiB."""
 
 
 class Memory:
     """Memory of the open step, relative to the live bytes at its start.
 
     Args:
-        session: The session. No reference to it is kept.
+        session: The session. ``Memory`` keeps no reference to the session.
 
     Attributes:
-        meter: Meter of the open step; ``None`` if no step is open, or if its memory is not measured.
+        meter: Meter of the open step; ``None`` if no step is open, or if memory is not measured.
         curve: Recorder of the timeline; ``None`` for a step without a timeline.
         base_bytes: Live bytes when the step began, without gradients and outputs of earlier steps; ``None``
             if memory is not measured.
         figures: Measured fields of the :class:`~tba_offload.report.log.StepRecord`.
         is_on: Whether memory is measured before each run of a layer.
-        is_due: Whether these measurements go to the run log.
+        is_due: Whether the measurements of the open step go to the run log.
         peaks: The moment of each phase with the largest number of live bytes.
         left: Bytes that layers have left in memory for backward, by holder, without bytes of the offloader.
     """
@@ -148,7 +149,7 @@ class Memory:
             self.meter.sample(grows_by)
 
     def look(self, *_: object) -> None:
-        """Begin a new section of the peak, at the start or end of an operation of backward."""
+        """Measure memory at the start or end of an operation of backward."""
         if self.meter is not None:
             self.meter.cut()
 
@@ -160,7 +161,7 @@ class Memory:
             self.enter(UPDATE)
 
     def resume(self) -> None:
-        """Measure activations again after an optimizer step. The bytes that the step allocated are states."""
+        """Measure activations again after an optimizer step. Count the bytes that it allocated as states."""
         if self.meter is not None and self._live_at_pause is not None:
             self._state_bytes += max(self.meter.live() - self._live_at_pause, 0)
             self._live_at_pause = None
@@ -201,7 +202,7 @@ class Memory:
         """Note that the forward of a layer has ended.
 
         The bytes that the layer leaves in memory are measured at the start of the next layer or of the loss.
-        By then the caller has dropped the layer's inputs.
+        At that moment, the caller has already dropped the layer's inputs.
 
         Args:
             index: Index of the layer.
@@ -215,7 +216,7 @@ class Memory:
         """Note that the model's forward has ended, and the loss begins.
 
         Args:
-            output: Output of the model. Its bytes are counted as long as it is alive.
+            output: Output of the model, whose bytes are counted as long as the output is alive.
         """
         if self.meter is None:
             return
@@ -227,11 +228,11 @@ class Memory:
             self.enter(LOSS)
 
     def enter(self, phase: str, index: int | None = None, scope: ScopeKey | None = None) -> None:
-        """End the current section with a measurement, and begin the next one.
+        """End the current section with a measurement, and begin the next section.
 
         Args:
             phase: Phase of the next section.
-            index: Index of the layer that runs; ``None`` if no layer does.
+            index: Index of the layer that runs; ``None`` if no layer runs.
             scope: The run of the layer that backward has reached: the last run without a backward.
         """
         if self.meter is None or not self.is_on:
@@ -300,15 +301,15 @@ class _Section:
         phase: The phase.
         layer: Index of the layer that runs, or ran last.
         scope: The run of the layer that backward has reached.
-        left: Bytes that this run had left in memory for backward.
-        uses: Number of activations that backward had used at the start.
-        beside: Bytes without a known holder at the start.
-        others: Live bytes at the start that the offloader does not hold.
-        kept: Bytes that hooks had kept at the start.
+        left: Bytes that the run ``scope`` had left in memory for backward.
+        uses: Number of activations that backward had used at the start of the section.
+        beside: Bytes without a known holder at the start of the section.
+        others: Live bytes at the start of the section that the offloader does not hold.
+        kept: Bytes that hooks had kept at the start of the section.
         way: Placement of the run, once its forward has ended.
         planned: Bytes that plans count, at the last measurement.
         unplanned: Largest number of bytes that plans do not count.
-        whole: The number for ``unplanned`` if all activations of the run were in memory.
+        whole: The value of ``unplanned`` if all activations of the run were in memory.
     """
 
     phase: str
@@ -333,8 +334,8 @@ class StepCurve:
 
     Args:
         window: The in-flight window, which counts the bytes of the offloader.
-        movers: Sources of transfers, each with the name of the data that it moves. For activations it is
-            empty.
+        movers: Sources of transfers, each with the name of the data that it moves; an empty name for
+            activations.
     """
 
     def __init__(self, window: InFlightWindow, movers: Sequence[tuple[str, Any]]) -> None:

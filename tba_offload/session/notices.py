@@ -1,7 +1,7 @@
 """Messages of a session during training: new plans, figures of steps on request, and warnings.
 
-Each warning is given once. Plans and steps go to the logger ``tba_offload.session``. If the program has no
-logging handler, they are written to stderr.
+Each warning is given once. Plans and figures of steps go to the logger ``tba_offload.session``, or to stderr
+if the program has no logging handler.
 """
 
 from __future__ import annotations
@@ -27,31 +27,32 @@ if TYPE_CHECKING:
 
 _MESSAGES = {
     "backward outside": "backward runs outside of the step of its forward. Gradients are correct, but the "
-    "figures of the step do not include this backward. Put both into one `with session.step():`",
+    "figures of the step do not include this backward. Put forward and backward into one "
+    "`with session.step():`",
     "cache": "the model fills a key-value cache during training. The cache keeps tensors of all "
     "layers in memory. Switch the cache off: use_cache=False, as an argument of the model or in its config",
     "left alone": "{} runs inside saved-tensor hooks or a transform of other code (save_on_cpu, torch.func), "
     "or only within a backward pass (a checkpoint with use_reentrant=True, a loss that caches gradients), so "
-    "it is neither offloaded nor recomputed. Pass use_reentrant=False to the checkpoint, remove other code, "
-    "or set the placement of the layer to 'keep'",
+    "this layer is neither offloaded nor recomputed. Pass use_reentrant=False to the checkpoint, remove the "
+    "other code, or set the placement of the layer to 'keep'",
     "all frozen": "the model runs with gradients enabled, but none of its parameters requires gradients, so "
     "its layers save no activations. Set requires_grad=True for the parameters to train",
     "no layer": "no activation is offloaded or recomputed: {}, although the model was trained. Close the "
     "session, and attach the layers that train: attach(model, config, layers=[...])",
-    "no update": "backward made gradients {} times, and no optimizer of the model's parameters was seen to "
-    "update them. Call its step(). If a gradient scaler skipped these steps, ignore this warning. If the "
-    "program updates copies of them, put each step and its update into one `with session.step():`",
-    "stale": "optimizer.step() was called {} times, but no optimizer of the model's parameters was seen: "
-    "this {} updates other tensors. Create the optimizer from the parameters of this model. If it updates "
-    "copies of them, put each step into one `with session.step():`",
+    "no update": "backward made gradients {} times, but no optimizer updated the model's parameters. Call "
+    "optimizer.step(). If a gradient scaler skipped the updates, ignore this warning. If the program updates "
+    "copies of the parameters, put each step and its update into one `with session.step():`",
+    "stale": "optimizer.step() was called {} times, but this {} updates none of the model's parameters. "
+    "Create the optimizer from the parameters of this model. If the optimizer updates copies of the "
+    "parameters, put each step into one `with session.step():`",
     "full": "the store is full: {} of activations stayed in memory in step {}. Free space in the "
-    "store.directories, or set store.capacity. Without it, a twentieth of a disk, at least 1 GiB, stays free",
+    "store.directories, or set store.capacity. By default, a twentieth of a disk, at least 1 GiB, stays free",
     "nothing left": "budget.device_bytes of {} leaves nothing for activations: other memory on the device "
     "takes {}. Offload optimizer states (states:) or frozen weights (weights:), or raise budget.device_bytes",
 }
 OTHER_RANKS = (
-    "the planner recomputes no layer, because other ranks may run the same layers and would have to recompute"
-    " them too. To recompute layers on all ranks, set their placement to 'recompute'"
+    "the planner recomputes no layer, because other ranks may run the same layers, and all ranks would have "
+    "to recompute these layers. To recompute layers on all ranks, set the placement 'recompute'"
 )
 
 logger = logging.getLogger("tba_offload.session")
@@ -87,7 +88,8 @@ class Notices:
 
         Args:
             what: Key of the warning.
-            figures: Values for the placeholders of its message. For a key without a message, the message.
+            figures: Values for the placeholders of the message; the message itself for a key without a
+                message.
             category: Class of the warning.
         """
         if what not in self.said:
@@ -111,7 +113,7 @@ class Notices:
             # If a GAN is one model, only some of its steps detach the generator.
             if self._unreached < max(number, EARLY) and any(weight.requires_grad for weight in weights):
                 return
-            cause = "no backward pass came to an attached layer (frozen, detached, or run without gradients)"
+            cause = "no backward pass reached an attached layer (frozen, detached, or run without gradients)"
         self.warn_once("no layer", cause, category=NoEffectWarning)
 
     def stranger_updated(self, optimizer: Optimizer) -> None:
@@ -128,10 +130,10 @@ class Notices:
 
 
 EARLY = 3
-"""Number of first steps. A mistake in the training loop is reported after this number of steps."""
+"""Number of steps after which a mistake in the training loop is reported."""
 
 MOST_UNSEEN = 128
-"""Number of backward passes without an update. After this number the step ends, and a warning is given.
+"""Number of backward passes without an update after which the step ends with a warning.
 
 Gradient accumulation may have tens of backward passes in a step.
 """

@@ -1,7 +1,7 @@
 """Records of the steps of a session, for the program, the run log and the planner.
 
-Some figures are known only when the device has finished the step, usually during the next step. A record is
-written when all its figures are known. Later records are written after it.
+Some figures are known only when the device has finished the step, usually during the next step. Records are
+written in the order of the steps, each when all its figures are known.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ _STEPS = 10_000
 """Number of records that are kept in memory."""
 
 _REMEMBERED = {MEMORY: "step", "states": "optimizer"}
-"""Kinds of events that are also kept in memory, each with a field: the last event for each value of the
-field."""
+"""Kinds of events that are also kept in memory, each with a field.
+
+The last event for each value of the field is kept.
+"""
 
 
 def rank_of_process() -> tuple[int, int]:
@@ -88,7 +90,8 @@ class Recorder:
     Args:
         path: Path of the run log; ``None`` for no run log.
         header: Header of the run log.
-        on_step: Functions to call with the record of each step, once it is complete and in the run log.
+        on_step: Functions to call with the record of each step, once the record is complete and in the run
+            log.
 
     Raises:
         RunLogError: The run log cannot be opened or written.
@@ -113,7 +116,7 @@ class Recorder:
 
     @property
     def last_step(self) -> int:
-        """Number of the last recorded step; 0 before the first one."""
+        """Number of the last recorded step; 0 before the first recorded step."""
         return next(reversed(self._records), 0)
 
     def log(self) -> RunLog:
@@ -127,7 +130,7 @@ class Recorder:
 
         Args:
             record: The record, without the figures that the device has not computed yet.
-            step: The step. Its loss may be on the device.
+            step: The step, whose loss may be on the device.
             trace: The trace of the step, with its times by the clock of an accelerator.
 
         Returns:
@@ -156,7 +159,7 @@ class Recorder:
         return self._records[record.step]
 
     def note(self, event: str, document: dict[str, object]) -> None:
-        """Add an event of another kind."""
+        """Add an event that is not a step."""
         if event in _REMEMBERED:
             self._others[event, document[_REMEMBERED[event]]] = {"event": event, **document}
         if self._run_log is not None:
@@ -222,7 +225,7 @@ def record_of(
         session: The session.
         step: The step, which has ended.
         loads: Bytes that each drive and host memory moved in the step.
-        weights: Frozen weights that were read in the step; ``None`` if none are offloaded.
+        weights: Frozen weights that were read in the step; ``None`` if no frozen weights are offloaded.
     """
     gradients, budget, prediction = session.gradients.live, session.budget, session.plan.prediction
     trace, stats = session.capture.trace, session.offloader.window.stats
@@ -330,7 +333,8 @@ def learn(session: Session, step: Step, record: StepRecord, loads: Sequence[Driv
 def _saved_at_once(trace: StepTrace) -> int:
     """Return the largest number of bytes that layers had saved at one time in a step.
 
-    With gradient accumulation it is less than the bytes of the whole step, since each micro-batch frees them.
+    With gradient accumulation, this number is below the bytes of the step, because each micro-batch frees its
+    bytes.
     """
     saved = [(each.packed_at, each.nbytes) for each in trace.activations]
     used = [(each.unpacked_at, -each.nbytes) for each in trace.activations if each.unpacked_at is not None]
@@ -344,7 +348,7 @@ def header_of(
 
     Args:
         session: The session, with its configuration, device and store.
-        strategy: Label of the run. By default the placement and the other offloaded data, such as ``keep +
+        strategy: Label of the run; by default the placement and the other offloaded data, such as ``keep +
             states + weights``.
         model_info: Facts about the model.
         has_states: Whether optimizer states are offloaded.
@@ -377,7 +381,7 @@ def header_of(
 
 
 def explained(session: Session) -> dict[str, object]:
-    """Return the placement of each layer on all ranks, and the rule that gives it."""
+    """Return the placement of each layer on all ranks, and the rule that sets this placement."""
     found = ((layer, *session.config.policy.explain(layer)) for layer in session.world.layers)
     place = session.checkpointing.placed
     return {

@@ -5,7 +5,7 @@ A step has six stages:
 1. The model's first forward opens the step (:class:`~tba_offload.session.loop.Loop`).
 2. :meth:`Session.begin_step` prepares the offloader and the observers.
 3. Each layer runs with its planned placement (:class:`~tba_offload.session.layers.LayerRuns`), and backward
-   returns to it (:class:`~tba_offload.session.layers.BackwardWatch`).
+   returns to each layer (:class:`~tba_offload.session.layers.BackwardWatch`).
 4. The optimizer's update ends the step.
 5. :meth:`Session.end_step` stops the observers.
 6. :meth:`Session.record_step` writes the record of the step, and the planner plans the next step.
@@ -73,12 +73,13 @@ class World:
     """The ranks that share a model, from the view of one rank.
 
     Attributes:
-        layers: The layers of all ranks. The rules of a policy are matched against them.
+        layers: The layers of all ranks, which the rules of a policy match.
         rank: Number of this rank.
         ranks: Number of ranks.
         run: Identifier of the run, in the run logs of all ranks; ``None`` for a single rank.
-        agree: Collective function that takes the proposal of this rank (layer name to placement) and the
-            memory that it needs. It returns the agreed placement of each layer. ``None`` for a single rank.
+        agree: Collective function of the proposal of this rank (layer name to placement) and the memory that
+            the proposal needs. The function returns the agreed placement of each layer. ``None`` for a single
+            rank.
     """
 
     layers: tuple[LayerId, ...]
@@ -94,29 +95,32 @@ class World:
 
 
 class Session:
-    """Offloading for one model. :func:`tba_offload.attach` makes sessions.
+    """Offloading for one model. :func:`tba_offload.attach` creates sessions.
 
-    A step begins with the model's first forward that records a graph. It ends when the optimizers of the
-    model's parameters have made their step. A loop may also mark a step with ``with session.step()``.
+    A step begins with the model's first forward that records a graph, and ends when the optimizers have
+    updated the model's parameters. A loop may also mark a step with ``with session.step()``.
 
     Args:
         stack: The layers.
-        modules: The model or its chunks. Their parameters and buffers are never offloaded as activations.
+        modules: The model or its chunks. Parameters and buffers of the model are never offloaded as
+            activations.
         config: The policy.
         run_log: Path of the run log; ``None`` for no run log.
         strategy: Label of this run in ROK plots. By default the placement and the other offloaded data.
         model_info: Facts about the model for the header of the run log.
-        measure_memory: Whether to measure the activation peak. This is free on CUDA. On a CPU a thread
-            samples memory, which takes part of a core. :meth:`step` can override the setting for one step.
-        world: The other ranks that share the model. By default there are none.
+        measure_memory: Whether to measure the activation peak. The measurement is free on CUDA. On a CPU, a
+            thread samples memory, which takes a part of a core. :meth:`step` can override the setting for one
+            step.
+        world: The ranks that share the model; by default only this rank.
         tokens: Number of tokens of one micro-batch, or a function of the arguments of the model's forward
             that returns this number. By default the number of elements of ``input_ids``, or else of the first
             positional tensor of integers.
         steps_by_hand: Whether the program marks each step with :meth:`step`.
         optimizers: The optimizers whose states are offloaded too.
-        masters: Master copies among their parameters, see :func:`tba_offload.offload_optimizer`.
-        updated_by: Optimizers that update the model. Needed only with ``steps_by_hand``, because then the
-            session does not watch optimizers.
+        masters: Master copies among the parameters of ``optimizers``, see
+            :func:`tba_offload.offload_optimizer`.
+        updated_by: Optimizers that update the model. Needed only with ``steps_by_hand``, because the session
+            then watches no optimizers.
         on_step: Functions to call with the record of each step.
         trace_steps: Indices of the steps whose timeline is recorded.
 
@@ -124,7 +128,7 @@ class Session:
         config: The policy.
         layers: The layers.
         states: The offloaded states of each optimizer.
-        weights: The offloaded frozen weights; ``None`` if the policy offloads none.
+        weights: The offloaded frozen weights; ``None`` if the policy offloads no frozen weights.
         store: The store of offloaded bytes.
         offloader: Moves bytes between memory and the store.
         capture: Captures the tensors that layers save.
@@ -260,7 +264,7 @@ class Session:
         self.raise_failures()
         offloader.begin_step()
         self.store.take_loads()
-        if self.weights is not None:  # a compiled model has already read those of its first layers
+        if self.weights is not None:  # a compiled model has already read weights of its first layers
             self.weights.begin_step()
         # The model may have other buffers and parameters now, and trainers switch checkpointing on late.
         self.capture.static.refresh(self.modules)
@@ -331,7 +335,7 @@ class Session:
             raise
 
     def record_step(self, step: Step) -> StepRecord:
-        """Record a step that ended without an exception, and plan the next one."""
+        """Record a step that ended without an exception, and plan the next step."""
         self.gradients.count()
         loads, moved = self.store.take_loads(), None if self.weights is None else self.weights.take()
         record = self.recorder.add(record_of(self, step, loads, moved), step, self.capture.trace)
@@ -389,7 +393,7 @@ class Session:
 
     @property
     def last(self) -> StepRecord | None:
-        """The record of the last finished step; ``None`` before the first one."""
+        """The record of the last finished step; ``None`` if no step has finished."""
         return next(reversed(self.records), None)
 
     @property
@@ -418,7 +422,7 @@ class Session:
     def close(self) -> None:
         """Restore the model, and close the store and the run log. Further calls do nothing.
 
-        After an interrupted call, call it again to finish the work.
+        After an interrupt, call ``close`` again to finish the work.
 
         Raises:
             SessionError: A step is open.
@@ -476,14 +480,14 @@ class Session:
         return Plan(tuple(map(self.checkpointing.placed, ids, placed.values())), window=window)
 
     def _take_over(self) -> bool:
-        """Take over the framework's checkpointing. Return True if it checkpoints more layers than before."""
+        """Take over the framework's checkpointing; return True if it was switched on for more layers."""
         found = self.checkpointing.take_over()
         if found and rank_of_process()[0] == 0:
             count = f"{found.total()} of {len(self.layers)} layers"
             placements = " or ".join(self.checkpointing.placements(self.config.policy))
             tell(
-                f"the framework's checkpointing ({', '.join(found)}) of {count} is taken over until the "
-                f"session closes. Their placement is {placements}. For other placements, switch it off"
+                f"the session takes over the framework's checkpointing ({', '.join(found)}) of {count}. The "
+                f"placement of these layers is {placements}. For other placements, switch checkpointing off"
             )
         return bool(found)
 
@@ -525,7 +529,8 @@ class Session:
             self.world.agree if is_auto else None,
         )
         self._controller = Controller(task)
-        # Its measurements wait for an asynchronous device, so they are made only for plans and the run log.
+        # The controller's measurements wait for an asynchronous device, so the controller measures only for
+        # plans and the run log.
         is_worth_it = self.notes_inputs or not self.device.runs_behind
         self.planning.start(self._controller if is_worth_it else None)
         if task.may_recompute and not self.world.may_plan_recomputation:
@@ -544,14 +549,14 @@ def session_of(model: nn.Module | Sequence[nn.Module]) -> Session | None:
         model: The model (with or without a wrapper), one of its layers, or its chunks.
 
     Returns:
-        An open session with a layer of the model; ``None`` if there is none.
+        An open session with a layer of the model; ``None`` if the model has no open session.
     """
     modules = {module for chunk in chunks_of(model) for module in chunk.modules()}
     return next((s for s in list(_open_sessions) if modules & {layer.module for layer in s.layers}), None)
 
 
 def _after_fork_in_child() -> None:
-    """Make sessions inert in a forked child. Their locks, threads and descriptors belong to the parent."""
+    """Make sessions inert in a forked child, because locks, threads and descriptors belong to the parent."""
     for session in list(_open_sessions):
         session.become_inert()
 

@@ -146,7 +146,11 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         tba.ConfigError,
         r"on_step is 's\.csv'\. Pass a function",
     ),
-    "no tokens": ({"tokens": 0}, tba.ConfigError, r"tokens is 0\. Pass their number in a micro-batch, or"),
+    "no tokens": (
+        {"tokens": 0},
+        tba.ConfigError,
+        r"tokens is 0\. Pass the number of tokens in a micro-batch, or",
+    ),
     "a log in no directory": (
         {"run_log": "no/run.jsonl"},
         tba.RunLogError,
@@ -219,7 +223,7 @@ SESSIONS: dict[str, tuple[Callable[[tba.Session], object], str]] = {
     "used after it was closed": (used_late, r"this session is closed. Call attach\(\) again"),
     "a timeline of a plain step": (
         untraced,
-        r"no timeline was recorded for this step. Ask for one with session\.step\(trace=True",
+        r"no timeline was recorded for this step. Record a timeline with session\.step\(trace=True",
     ),
     "why before any step": (lambda session: session.why(), "no step"),
 }
@@ -264,7 +268,7 @@ def test_layers_that_are_all_frozen(model: Model) -> None:
         optimizer.zero_grad()
 
     (said,) = told(model, OFFLOAD, loop)
-    assert "no backward pass came to an attached layer (frozen, " in said
+    assert "no backward pass reached an attached layer (frozen, " in said
     assert "attach the layers that train: attach(model, config, layers=[...])" in said
 
 
@@ -285,7 +289,7 @@ def test_a_loop_that_never_steps(model: Model, *, clears: bool) -> None:
             assert len(session.records) == (4 if clears else 0)
             assert [each for each in caught if each.category is tba.NoEffectWarning] == [] or clears
     (said,) = [str(each.message) for each in caught if each.category is tba.NoEffectWarning]
-    assert "no optimizer of the model's parameters was seen to update them. Call its step()" in said
+    assert "no optimizer updated the model's parameters. Call optimizer.step()" in said
 
 
 def test_an_optimizer_of_another_model(model: Model) -> None:
@@ -298,8 +302,8 @@ def test_an_optimizer_of_another_model(model: Model) -> None:
         stale.zero_grad()
 
     (said,) = told(model, OFFLOAD, loop)
-    assert said.startswith("optimizer.step() was called 3 times, but no optimizer of the model's parameters")
-    assert "this AdamW updates other tensors. Create the optimizer from the parameters of this model" in said
+    assert said.startswith("optimizer.step() was called 3 times, but this AdamW updates none of the model's")
+    assert "Create the optimizer from the parameters of this model" in said
 
 
 def test_an_optimizer_of_another_model_whose_states_are_to_be_offloaded(model: Model) -> None:

@@ -282,7 +282,7 @@ def test_where_no_update_is_ever_seen_steps_have_to_be_told(model: Model, taken_
             parameter.register_post_accumulate_grad_hook(update)
         for number in range(128):
             train(number)
-        with pytest.warns(tba.NoEffectWarning, match="no optimizer of the model's parameters was seen"):
+        with pytest.warns(tba.NoEffectWarning, match="no optimizer updated the model's parameters"):
             train()
         found = session.records
         assert [(record.scopes, record.skipped) for record in found] == [(128 * LAYERS, True)]
@@ -310,7 +310,7 @@ def test_layers_that_backward_never_reaches_are_told(model: Model, *, explicit: 
     with session_for(whole, layers=list(model.layers)) as session:
         for _ in range(2):  # one model may have steps of several kinds
             step()
-        with pytest.warns(tba.NoEffectWarning, match="no backward pass came to an attached layer"):
+        with pytest.warns(tba.NoEffectWarning, match="no backward pass reached an attached layer"):
             step()
         step()
 
