@@ -3,9 +3,10 @@
 A ``match`` has one of three forms:
 
 * **numbers** of layers, from 0: ``"3"``, ``"0-3"`` (both ends included), ``"0,2,8-11"``. ``"last 2"`` counts
-from the end, so that a policy fits models of any depth. Numbers can be joined with ``last``: ``"0-1,last
-2"``. * **numbers within a stack**, for models with several stacks: ``"encoder:0-3"``. * **a name**, or a glob
-over names: ``"decoder.layers.2?"``, ``"*.layers.1*"``.
+  from the end, so that a policy fits models of any depth. Numbers can be joined with ``last``:
+  ``"0-1,last 2"``.
+* **numbers within a stack**, for models with several stacks: ``"encoder:0-3"``.
+* **a name**, or a glob over names: ``"decoder.layers.2?"``, ``"*.layers.1*"``.
 
 A match with a colon selects numbers within a stack. A match of digits, commas, hyphens, spaces and ``last``
 selects layer numbers. Any other match is a name. If the whole name of a module is a number, match the module
