@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . examples/setup.sh
-setup_venv dev,docs,frameworks,megatron
+setup_venv dev,docs,frameworks,quantized,megatron
 # The real kvikio, for tests on a stub of the driver: in a folder of its own, so that no other test sees it.
 kvikio=$PWD/.venv/kvikio packages=tests/support/stub_driver/requirements.txt
 if ! cmp -s "$packages" "$kvikio/installed"; then

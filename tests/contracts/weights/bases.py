@@ -1,0 +1,286 @@
+"""Small models of transformers with adapters on frozen bases of many kinds, and programs that train them."""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import ctypes
+import functools
+import logging
+import tempfile
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from later import Later
+from torch import Tensor, nn
+
+import tba_offload as tba
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+transformers, peft = Later("transformers"), Later("peft")
+
+LAYERS, VOCABULARY = 4, 64
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = 8
+PICKED = {"num_experts_per_tok": 2}
+QWEN2_MOE = {"num_experts": EXPERTS, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen3": {"head_dim": 16},
+    "Mixtral": PICKED | {"num_local_experts": EXPERTS},
+    "Qwen2Moe": PICKED | QWEN2_MOE,
+}
+"""Sizes that a family has of its own."""
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512}
+"""Frozen weights so large that activations are small beside them."""
+
+
+def bitsandbytes(**settings: Any) -> Any:
+    pytest.importorskip("bitsandbytes")
+    # Its kernels for one row want a multiple of 32 outputs.
+    left_out = {"llm_int8_skip_modules": ["lm_head", "shared_expert_gate"]}
+    return transformers.BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.float32, **left_out, **settings)
+
+
+def torchao(name: str, **settings: Any) -> Any:
+    quantization = pytest.importorskip("torchao.quantization")
+    return transformers.TorchAoConfig(quant_type=getattr(quantization, name)(**settings))
+
+
+BASES: dict[str, Callable[[], Any]] = {
+    "fp32": lambda: torch.float32,
+    "bf16": lambda: torch.bfloat16,
+    "nf4": lambda: bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+    "nf4, double": lambda: bitsandbytes(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    ),
+    "fp4": lambda: bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="fp4"),
+    "int8": lambda: bitsandbytes(load_in_8bit=True),
+    "torchao int8": lambda: torchao("Int8WeightOnlyConfig"),
+    "torchao int4": lambda: torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4),
+    "torchao float8": lambda: torchao("Float8WeightOnlyConfig"),
+}
+"""The data type of a base, or how it is quantized when it is loaded."""
+
+BITSANDBYTES = ("nf4", "nf4, double", "fp4", "int8")
+TORCHAO = ("torchao int8", "torchao int4", "torchao float8")
+
+
+@functools.cache
+def saved(family: str, **sizes: Any) -> Path:
+    """The folder of a model with random weights."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES[family], **sizes})
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder.name)
+    return Path(folder.name)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Progress bars and remarks of the packages about kernels that a CPU lacks do not matter here."""
+    transformers.logging.disable_progress_bar()
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    logging.disable(before)
+
+
+def make(family: str, base: str = "fp32", **sizes: Any) -> Any:
+    """A model with adapters, loaded as people load it; the same each time."""
+    with quiet():
+        chosen = BASES[base]()
+        how = {"dtype": chosen} if isinstance(chosen, torch.dtype) else {"quantization_config": chosen}
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            saved(family, **sizes), **{"dtype": torch.float32, "device_map": "cpu"} | how
+        )
+        for parameter in model.parameters():
+            if type(parameter) is nn.Parameter:  # in memory of malloc's, and not in the file that was loaded
+                parameter.data = parameter.data.clone()
+        for (
+            module
+        ) in model.modules():  # else bitsandbytes packs weights for evaluation in a way that cannot train
+            vars(module).update(
+                {name: False for name in vars(module) if name == "support_avx512bf16_for_cpu"}
+            )
+        torch.manual_seed(1)
+        # Where experts are one parameter, peft adapts those without dropout only.
+        modules = ATTENTION if family == "Mixtral" else "all-linear"
+        lora = {"r": 4, "lora_dropout": 0.1, "init_lora_weights": "gaussian", "target_modules": modules}
+        return peft.get_peft_model(model, peft.LoraConfig(**lora)).train()
+
+
+def layers_of(model: Any) -> nn.ModuleList:
+    found: nn.ModuleList = model.base_model.model.model.layers
+    return found
+
+
+def policy(directory: Path, **settings: Any) -> dict[str, Any]:
+    store = {"kind": "file", "directories": [str(directory)]}
+    made = {"default": "keep", "min_tensor_bytes": "128B", "weights": {"frozen": "offload"}, "store": store}
+    return made | settings
+
+
+@contextmanager
+def offloaded(model: Any, directory: Path, **settings: Any) -> Iterator[tba.Session]:
+    """A session that offloads the frozen weights of a model, and leaves activations alone."""
+    with tba.attach(model, policy(directory, **settings), measure_memory=False) as session:
+        assert session.weights is not None
+        assert session.weights.nbytes
+        yield session
+
+
+def trained_of(model: nn.Module) -> list[Tensor]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def frozen_parts(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """All plain tensors of the frozen weights of the layers, by name: quantized weights have several."""
+    found = []
+    for name, parameter in layers_of(model).named_parameters():
+        if not parameter.requires_grad:
+            found += [(f"{name}{end}", part) for end, part in parts_of(parameter)]
+    for name, module in layers_of(model).named_modules():
+        state = getattr(module, "state", None)  # of bitsandbytes' layers of 8 bits, once they have run
+        if isinstance(getattr(state, "SCB", None), Tensor):
+            found.append((f"{name}.weight.SCB", state.SCB))
+    return found
+
+
+def parts_of(tensor: Any) -> Iterator[tuple[str, Tensor]]:
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from ((f".{name}{end}", part) for end, part in parts_of(getattr(tensor, name)))
+        return
+    yield "", tensor
+    for state in (getattr(tensor, "quant_state", None), tensor):
+        for name in ("absmax", "code", "offset", "SCB"):
+            if isinstance(part := getattr(state, name, None), Tensor):
+                yield f".{name}", part
+    if (nested := getattr(getattr(tensor, "quant_state", None), "state2", None)) is not None:
+        yield from ((f".state2.{name}", getattr(nested, name)) for name in ("absmax", "code"))
+
+
+def nbytes_of(parts: list[tuple[str, Tensor]]) -> int:
+    return sum(part.numel() * part.itemsize for _, part in parts)
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+def batch(number: int, *, rows: int = 2, length: int = 12) -> dict[str, Tensor]:
+    source = torch.Generator().manual_seed(number)
+    ids = torch.randint(3, VOCABULARY, (rows, length), generator=source)
+    return {"input_ids": ids, "labels": ids}
+
+
+class Training:
+    """A model and its optimizer; the losses of its steps, and whatever else the model has returned."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW(trained_of(model), lr=1e-2)
+        self.seen: list[Tensor] = []
+
+    def step(self, number: int, *, micro_batches: int = 1, **sizes: int) -> None:
+        torch.manual_seed(number)
+        for micro_batch in range(micro_batches):
+            loss = self.model(**batch(10 * number + micro_batch, **sizes)).loss
+            loss.backward()
+            self.seen.append(loss.detach())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def evaluate(self) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            self.seen.append(self.model(**batch(99)).logits)
+        self.model.train()
+
+    def generate(self) -> None:
+        self.model.eval()
+        ids = batch(98, rows=1, length=4)["input_ids"]
+        mask = torch.ones_like(ids)
+        self.seen.append(
+            self.model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
+        )
+        self.model.train()
+
+    def results(self) -> list[Tensor]:
+        """What must not change: all that was returned, and what was trained."""
+        return [*self.seen, *(each.detach().clone() for each in trained_of(self.model))]
+
+
+# ---- memory, as malloc counts it -----------------------------------------------------------------
+
+
+class _MallInfo(ctypes.Structure):
+    _names = (
+        "arena",
+        "ordblks",
+        "smblks",
+        "hblks",
+        "hblkhd",
+        "usmblks",
+        "fsmblks",
+        "uordblks",
+        "fordblks",
+        "top",
+    )
+    _fields_ = [(name, ctypes.c_size_t) for name in _names]  # as ctypes has it
+
+
+_malloc = ctypes.CDLL(None)
+_malloc.mallinfo2.restype = _MallInfo
+
+
+def live_bytes() -> int:
+    """Bytes that malloc has given out and that were not freed."""
+    found = _malloc.mallinfo2()
+    return int(found.uordblks + found.hblkhd)
+
+
+class Observer:
+    """Notes malloc's live bytes where modules begin and end, and where backward reaches their outputs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.seen: list[int] = []
+        for module in model.modules():
+            module.register_forward_pre_hook(self._look)
+            module.register_forward_hook(self._watch)
+
+    def _look(self, *_: object) -> None:
+        self.seen.append(live_bytes())
+
+    def _watch(self, _module: nn.Module, _arguments: object, output: object) -> None:
+        self._look()
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(self._look)  # type: ignore[no-untyped-call]
+
+
+def copied(tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    return [(name, copy.deepcopy(tensor.detach())) for name, tensor in tensors]
