@@ -32,7 +32,7 @@ _ALIASES = frozenset((_TENSOR.data.__get__, _TENSOR.detach))
 
 
 class _Away(torch.Tensor):
-    """A tensor without bytes. Its size, strides, data type and device are known.
+    """A tensor with a size, strides, data type and device, but without bytes.
 
     Any use of the bytes raises an error.
 
@@ -62,7 +62,7 @@ class _Away(torch.Tensor):
     @classmethod
     def _refuse(cls, func: Any, _: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> NoReturn:
         away = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
-        raise away.refused(f"{func} was called with it")
+        raise away.refused(f"{func} was called with this tensor")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # untyped there
         return f"<{self._tba_offload_name}, away: {tuple(self.shape)}, {self.dtype}>"
@@ -71,8 +71,8 @@ class _Away(torch.Tensor):
 class AwayTensor(_Away):
     """Placeholder of an offloaded state.
 
-    Code that reads only the metadata of states works as before. Code that computes with the bytes, copies or
-    saves them raises an error that explains what to do.
+    Code that reads only the metadata of states works as before. Code that computes with the bytes, copies the
+    bytes or saves the bytes raises an error with a remedy.
 
     Args:
         size: Size of the state.
@@ -113,17 +113,17 @@ class FreedGradient(AwayTensor):
     """Placeholder of a gradient that was used for an update in backward and then freed."""
 
     _error = (
-        "{name} is freed, because backward has updated the parameter with it, but {use}. Call zero_grad() "
-        "with set_to_none=True after each step. If clipping, a gradient scaler or another pass needs "
-        "gradients, set states.when to 'step'"
+        "{name} is freed, because backward has updated the parameter, but {use}. Call zero_grad() with "
+        "set_to_none=True after each step. If clipping, a gradient scaler or another pass needs gradients, "
+        "set states.when to 'step'"
     )
 
 
 class AwayMaster(_Away):
     """The class of an offloaded master copy.
 
-    The tensor stays the same object: a key of ``optimizer.state``, a member of parameter groups, and the
-    target of gradient assignments. Only its class and its storage change.
+    An offloaded master copy stays the same object: a key of ``optimizer.state``, a member of parameter
+    groups, and the target of gradient assignments. Only the class and the storage of the tensor change.
     """
 
     _allowed = _HARMLESS | _ALIASES
@@ -135,11 +135,11 @@ class AwayMaster(_Away):
 
     @classmethod
     def begin(cls, master: torch.Tensor, name: str) -> None:
-        """Free the memory of a tensor that owns its storage, and set its class.
+        """Free the memory of a master copy that owns its storage, and set its class.
 
         Args:
             master: The tensor.
-            name: Name of the parameter that it copies, for messages.
+            name: Name of the copied parameter, for messages.
         """
         vars(master).update(_tba_offload_name=f"master of {name}", _tba_offload_class=type(master))
         storage = master.untyped_storage()
@@ -148,7 +148,7 @@ class AwayMaster(_Away):
 
     @classmethod
     def allocate(cls, master: torch.Tensor) -> None:
-        """Allocate memory with undefined contents for the tensor, unless it has memory."""
+        """Allocate memory with undefined contents for a master copy, unless it has memory."""
         with without_subclasses():
             storage = master.untyped_storage()
             if storage.nbytes() != master.nbytes:  # resizing to the same size would allocate and copy
@@ -156,7 +156,7 @@ class AwayMaster(_Away):
 
     @classmethod
     def end(cls, master: torch.Tensor) -> None:
-        """Restore the class of the tensor, and allocate memory unless it has memory."""
+        """Restore the class of a master copy, and allocate memory unless it has memory."""
         cls.allocate(master)
         master.__class__ = vars(master)["_tba_offload_class"]
         del vars(master)["_tba_offload_name"], vars(master)["_tba_offload_class"]

@@ -1,10 +1,10 @@
 """Updates in backward.
 
-A sub-group is updated as soon as its gradients are final. Then the gradients are freed.
+A sub-group is updated as soon as its gradients are final. After the update, the gradients are freed.
 
-Gradients are final in the last backward pass before ``optimizer.step()``. When that pass returns, all
-parameters have their new values. ``step()`` then only checks that no value has changed after backward that
-plain training would use in the update. Reading a freed gradient raises an error.
+Gradients are final in the last backward pass before ``optimizer.step()``. When the last pass returns, all
+parameters have their new values. ``step()`` only checks that gradients, settings, states and parameters have
+not changed after backward. Reading a freed gradient raises an error.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ if TYPE_CHECKING:
     from tba_offload.states.updates import StatesRecord
 
 _CLOSELY = 3
-"""Number of first steps that compare all bytes of parameters. Later, only steps 4, 8, 16 and so on compare
-them."""
+"""Number of first steps that compare all bytes of parameters.
+
+Later, only steps 4, 8, 16 and so on compare all bytes.
+"""
 
 _HALFWAY = "backward ended halfway through its updates. Load a checkpoint of the model and the optimizer"
 
 
 class BackwardUpdates(Updates):
-    """Updates the parameters of one optimizer in the last backward pass before each of its steps.
+    """Updates of the parameters of one optimizer in the last backward pass before each step.
 
     Args:
         arguments: Arguments of :class:`Updates`.
@@ -58,7 +60,7 @@ class BackwardUpdates(Updates):
         log_warning(
             __name__,
             "states.when is 'backward': parameters have their new values when backward() returns. Code that "
-            "reads them before optimizer.step() gets the new values",
+            "reads parameters before optimizer.step() gets the new values",
         )
 
     def _forget(self) -> None:
@@ -132,8 +134,8 @@ class BackwardUpdates(Updates):
         """
         if self._is_updating:
             raise SessionError(
-                "another backward pass ran after the parameters were updated, before step(): "
-                f"states.micro_batches is {self.micro_batches}. Set it to the number of passes in a "
+                "another backward pass ran after the parameters were updated and before optimizer.step(): "
+                f"states.micro_batches is {self.micro_batches}. Set the number of backward passes in a "
                 "step, set use_reentrant=False for torch's checkpoints, or set states.when to 'step'"
                 if self._made is not None
                 else _HALFWAY
@@ -157,9 +159,9 @@ class BackwardUpdates(Updates):
         """Record whether a later node of the graph still uses the memory of a parameter.
 
         Nodes that contributed to the gradient have already released the parameter. Another node may still
-        hold the parameter, for example if another layer uses the weight through ``.data``. That node would
-        read the new value. The reference count shows whether such a node exists: it is compared with the
-        count at the end of an earlier pass. In the first pass of a parameter, no earlier count is known.
+        hold the parameter, for example if another layer uses the weight through ``.data``. The other node
+        would then read the new value. To find such a node, the reference count is compared with the count at
+        the end of an earlier pass. In the first pass of a parameter, no earlier count is known.
         """
         if _references_to(parameter) > self._references.get(parameter, 0):
             self._read_later.add(parameter)
@@ -174,7 +176,7 @@ class BackwardUpdates(Updates):
                 parameter.grad = self._freed[parameter] = distributed(freed, spec_of(parameter.grad))
 
     def _pass_ends(self) -> None:
-        """Update the remaining parameters: those without states, or in incomplete sub-groups."""
+        """Update the remaining parameters, which have no states or belong to incomplete sub-groups."""
         self._wait()
         self._is_updating, self._open = True, {}
         self._made = self._make({}, done=self._done)
@@ -206,15 +208,15 @@ class BackwardUpdates(Updates):
             raise SessionError(_HALFWAY)
         if made is None and any(type(local(each.grad)) is FreedGradient for each in parameters):
             raise SessionError(
-                "optimizer.step() was called twice without a backward pass between. Call it once after "
-                "backward(), or set states.when to 'step'"
+                "optimizer.step() was called twice without a backward pass between. Call optimizer.step() "
+                "once after backward(), or set states.when to 'step'"
             )
         self._wait()
         what = None if made is None else self._what_differs(options)
         self._last = self.homes.device.event()
         if what is not None:
             raise SessionError(
-                f"{what} changed after backward() had updated the parameters. Change it after "
+                f"{what} changed after backward() had updated the parameters. Make this change after "
                 "optimizer.step(), or set states.when to 'step'"
             )
         self._forget()

@@ -29,7 +29,7 @@ class Entries:
 
     Args:
         groups: The sub-groups of the optimizer.
-        next_use: Returns a number that shows when a sub-group is needed again. A larger number means later.
+        next_use: Function that returns when a sub-group is needed again, as a number: the larger, the later.
 
     Attributes:
         in_host_memory: States of the sub-groups that the CPU updates.
@@ -51,14 +51,14 @@ class Entries:
     def resident(self, group: SubGroup, parameter: torch.Tensor) -> Entry:
         """Return the states of a parameter that are in memory.
 
-        A slice gets copies, because slices share these states.
+        A slice gets copies, because all slices of a parameter share the states in memory.
         """
         entry = self.shown(parameter)
         found = {key: value for key, value in entry.items() if not isinstance(value, AwayTensor)}
         return found if group.part is None else {key: _copy(value) for key, value in found.items()}
 
     def bound(self, group: SubGroup) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the offloadable states of a sub-group as views of its slot. The caller may change them.
+        """Return the offloadable states of a sub-group as views of its slot, for changes in place.
 
         Raises:
             TransferError: The states cannot be read.
@@ -72,11 +72,11 @@ class Entries:
     def take(self, group: SubGroup, bound: Bound, left: Left) -> None:
         """Store the states after an update in the slot, and put placeholders into ``optimizer.state``.
 
-        States of slices appear there after :meth:`show_slices`.
+        States of slices appear in ``optimizer.state`` after :meth:`show_slices`.
 
         Args:
             group: The updated sub-group.
-            bound: The states as views of the slot. The update got these views.
+            bound: The states before the update, as views of the slot.
             left: All states of the sub-group after the update.
         """
         self._copies.clear()
@@ -91,7 +91,10 @@ class Entries:
             self._set(parameter, entry)
 
     def _show(self, group: SubGroup, left: Left) -> None:
-        """Put the entry of each parameter into ``optimizer.state``. Collect slices until all are updated."""
+        """Put the entry of each parameter into ``optimizer.state``.
+
+        Collect slices until all slices are updated.
+        """
         for parameter, entry in left.items():
             keys = group.keys[parameter]
             shown = {
@@ -123,8 +126,8 @@ class Entries:
         """Check that each placeholder in ``optimizer.state`` is at its own parameter and key.
 
         Raises:
-            StatesAwayError: The program has moved a placeholder to another parameter, or has put it back
-                after its bytes were freed.
+            StatesAwayError: The program has moved a placeholder to another parameter, or has put a
+                placeholder back after its bytes were freed.
         """
         for each in self._groups.optimizer.state:
             self._check_owner(each)
@@ -136,13 +139,13 @@ class Entries:
                 continue
             if not stands_for(value, parameter, key):
                 raise value.refused(
-                    f"it was moved to {self._groups.name_of(parameter)} as {key!r}. Move it back, or put a "
-                    "tensor with bytes there"
+                    f"its placeholder was moved to {self._groups.name_of(parameter)} as {key!r}. Move the "
+                    "placeholder back, or use a tensor with bytes"
                 )
             groups = self._groups.holding.get(parameter)
             if not groups or any(key not in group.keys[parameter] for group in groups):
                 raise value.refused(
-                    "it was put back after its bytes were freed. Put a tensor with bytes there"
+                    "its placeholder was put back after the bytes were freed. Use a tensor with bytes"
                 )
 
     def is_current(self, group: SubGroup) -> bool:
@@ -159,7 +162,7 @@ class Entries:
         return any(map(self._is_away, group.places))
 
     def absorb(self, groups: Iterable[SubGroup]) -> None:
-        """Adopt the states in ``optimizer.state``, and free the bytes of states that are no longer there.
+        """Adopt the states in ``optimizer.state``, and free the bytes of states that the program has removed.
 
         Args:
             groups: Sub-groups, with all slices of each parameter. The caller has called :meth:`check_owners`.
@@ -235,7 +238,7 @@ class Entries:
 
         Args:
             groups: The sub-groups.
-            device: Device of the copies. The default is the device of the parameters. In this case, masters
+            device: Device of the copies. By default, copies are on the device of the parameters, and masters
                 get their own bytes back.
         """
         found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
@@ -321,7 +324,7 @@ def _is_alike(value: object, view: torch.Tensor) -> bool:
 
 
 def _arrived(group: SubGroup, parameter: torch.Tensor, value: Any) -> Any:
-    """Return the state, cut to the slice.
+    """Return a state, cut to the slice of a sub-group.
 
     A state of a checkpoint is copied to the device of the parameter.
     """
@@ -333,7 +336,7 @@ def _arrived(group: SubGroup, parameter: torch.Tensor, value: Any) -> Any:
 
 
 def _memory(group: SubGroup, place: Place, device: torch.device | None) -> torch.Tensor:
-    """Return memory for a whole state. For a master, return its own memory if ``device`` is not given."""
+    """Return memory for a whole state. Without ``device``, return the own memory of a master."""
     parameter = place.parameter
     if place.key == MASTER and device is None:
         AwayMaster.allocate(parameter)

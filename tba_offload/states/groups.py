@@ -49,7 +49,7 @@ _STATES = 2
 class Incoming:
     """Wrapper of a checkpoint's state.
 
-    ``load_state_dict`` does not change the wrapper, because it is not a tensor.
+    ``load_state_dict`` does not change the wrapper, because the wrapper is not a tensor.
 
     Attributes:
         value: The state, on the device of the checkpoint.
@@ -75,7 +75,8 @@ class Place:
         size: Size of the state. A slice is 1-D.
         stride: Strides of the state in elements.
         dtype: Data type of the state.
-        spec: Placement of the ``DTensor`` if the state is the local part of one. ``None`` for a plain tensor.
+        spec: Spec of the ``DTensor``, if the state is the local part of a ``DTensor``; ``None`` for a plain
+            tensor.
     """
 
     parameter: torch.Tensor
@@ -89,7 +90,7 @@ class Place:
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the state as a view of the bytes of its sub-group.
 
-        For a distributed tensor, this is the local part.
+        For a distributed tensor, return the local part.
         """
         end = self.start + self.size.numel() * self.dtype.itemsize
         return flat[self.start : end].view(self.dtype).as_strided(self.size, self.stride)
@@ -102,14 +103,14 @@ class SubGroup:
         number: Index of the parameter group.
         parameters: The parameters.
         home: Extents in which the states are stored between updates.
-        part: The range of elements, if this sub-group is a slice of a single parameter. ``None`` for whole
+        part: The range of elements, if this sub-group is a slice of a single parameter; ``None`` for whole
             parameters.
 
     Attributes:
-        elements: Number of elements of each parameter at the time it was added.
+        elements: Number of elements of each parameter at the creation of the sub-group.
         places: Positions of the states. The list is empty before the first update that creates states.
         keys: For each parameter, the names of its offloadable states.
-        nbytes: Number of bytes to transfer. It is rounded up to whole blocks for direct I/O.
+        nbytes: Number of bytes to transfer, rounded up to whole blocks for direct I/O.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class SubGroup:
         return value.reshape(-1)[self.part]
 
     def tensor(self, parameter: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
-        """Return the tensor that an update gets for a parameter: the parameter, a slice of it, or the master.
+        """Return the tensor that an update gets for a parameter: the parameter, its slice, or its master.
 
         Args:
             parameter: The parameter.
@@ -192,8 +193,8 @@ class Groups:
     The sub-groups follow changes of the optimizer's parameter groups. A parameter whose states are larger
     than a sub-group is cut into slices, if updates of slices give the same bits.
 
-    Between updates, an offloaded master is the same object but has no bytes. During an update, a tensor on
-    the bytes in a slot replaces it.
+    Between updates, an offloaded master is the same object but has no bytes. During an update, a tensor with
+    the bytes of a slot replaces the master.
 
     Args:
         optimizer: The optimizer.
@@ -250,9 +251,9 @@ class Groups:
     def spread(self) -> list[SubGroup]:
         """The sub-groups that have states, in the order in which they are offloaded.
 
-        The order is a van der Corput sequence. For any number of offloaded sub-groups, these are spread
-        evenly over the update. While sub-groups in memory are updated, the next offloaded sub-group is read
-        and the previous offloaded sub-group is written.
+        The order is a van der Corput sequence, so any number of offloaded sub-groups is spread evenly over
+        the update. While sub-groups in memory are updated, the next offloaded sub-group is read and the
+        previous offloaded sub-group is written.
         """
         groups = [group for group in self._all if group.places]
         bits = max(len(groups) - 1, 1).bit_length()
@@ -277,7 +278,7 @@ class Groups:
         """Create sub-groups for parameters that do not belong to a sub-group yet.
 
         Args:
-            wanted: Returns True for parameters to include.
+            wanted: Function that returns True for parameters to include.
         """
         self._numbers = {each: number for number, each in enumerate(parameters_of(self.optimizer))}
         made: list[SubGroup] = []
@@ -293,7 +294,7 @@ class Groups:
         return made
 
     def clear(self) -> None:
-        """Remove all sub-groups. Their states are back in memory."""
+        """Remove all sub-groups, after their states were brought back into memory."""
         for group in self._all:
             group.home.release()
         self._all, self.holding = [], {}
@@ -319,7 +320,7 @@ class Groups:
     def _states_bytes(self, parameter: torch.Tensor) -> int:
         """Return the number of bytes to offload for a parameter, at least 1.
 
-        Before its first update, this is an estimate.
+        Before the first update of the parameter, return an estimate.
         """
         own: int = local(parameter).nbytes
         known: int = sum(

@@ -87,13 +87,13 @@ class Home:
     def __init__(self, homes: Homes, owner: str, what: str = "optimizer states") -> None:
         self.homes = homes
         self._what = f"the {what} of {owner}"
-        self._writes: list[Transfer] = []  # the last write of each part; it has the extent
+        self._writes: list[Transfer] = []  # the last write of each part, with its extent
 
     def write(self, memory: ByteRange) -> list[Transfer]:
         """Start to write all bytes. The caller waits with :meth:`settle_writes`.
 
         Args:
-            memory: The bytes, page-aligned. Their number must be the same in each call.
+            memory: The bytes, page-aligned. The number of bytes must be the same in each call.
         """
         homes = self.homes
         if sum(write.nbytes for write in self._writes if write.extent is not None) != memory.nbytes:
@@ -117,7 +117,7 @@ class Home:
             try:
                 self.homes.wait(write)
             except StoreError as error:
-                remedy = "Make room" if isinstance(error, StoreFullError) else "Check the drive"
+                remedy = "Free some space" if isinstance(error, StoreFullError) else "Check the drive"
                 raise TransferError(
                     f"{self._what} cannot be written: {error}. {remedy}. If training has started, load a "
                     "checkpoint of the model and the optimizer"

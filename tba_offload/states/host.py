@@ -1,8 +1,8 @@
 """Updates in host memory. The CPU updates some sub-groups while the device updates the other sub-groups.
 
-For the sub-groups of the CPU, states are not copied between device and host. Gradients are copied to the
-host, and parameters are copied back. Deep Optimizer States (arXiv 2410.21316) has this design. CPU and device
-both run the optimizer's own code. On the host, this code uses CPU kernels, which may round differently.
+States of the sub-groups that the CPU updates stay in host memory. Only gradients are copied to the host, and
+parameters are copied back, as in Deep Optimizer States (arXiv 2410.21316). CPU and device both run the
+optimizer's own code. On the host, this code uses CPU kernels, which may round differently.
 """
 
 from __future__ import annotations
@@ -39,20 +39,22 @@ _THREADS = 2
 update and inputs of the next update."""
 
 _RECENT = 5
-"""Number of updates. A rate is the median over them, because other load on the host may slow down a single
-update."""
+"""Number of recent updates.
+
+A rate is the median over these updates, because other load on the host may slow down a single update.
+"""
 
 _WORTH_IT = 0.95
-"""A new split is used only if it reduces the expected time to this fraction or less.
+"""A new split of the sub-groups is used only if it reduces the expected time to this fraction or less.
 
-A sub-group that changes sides is written and read once more. A smaller gain may be noise.
+A sub-group that moves between device and CPU is written and read once more, and a smaller gain may be noise.
 """
 
 
 class HostUpdates:
-    """Updates some or all sub-groups on the CPU, in parallel with the device.
+    """Updates of some or all sub-groups on the CPU, in parallel with the device.
 
-    Each of these sub-groups has its own host memory. Its states are in this memory and are updated in place.
+    Each sub-group that the CPU updates has its own host memory, in which its states are updated in place.
 
     Args:
         updates: The updates of the optimizer.
@@ -60,7 +62,7 @@ class HostUpdates:
         update: Where updates run: ``device``, ``host`` or ``auto``.
 
     Raises:
-        UnsupportedError: The states are on drives. CPU and device would compete for the drives.
+        UnsupportedError: The states are on drives, for which CPU and device would compete.
     """
 
     def __init__(self, updates: Updates, kind: type[torch.optim.Optimizer], update: str) -> None:
@@ -89,7 +91,7 @@ class HostUpdates:
         Args:
             groups: All sub-groups to update.
             options: Further arguments of the optimizer's ``step``.
-            record: The record to fill: how many sub-groups the CPU updates, and the predicted time.
+            record: The record that gets the number of sub-groups for the CPU, and the predicted time.
 
         Yields:
             The sub-groups for the device.
@@ -133,7 +135,7 @@ class HostUpdates:
         """Return sub-groups to the device.
 
         Raises:
-            TransferError: Their states cannot be written.
+            TransferError: The states cannot be written.
         """
         for group in self._states.keys() & set(groups):
             slot = self._entries.slots.take(group)
@@ -172,16 +174,16 @@ class HostUpdates:
     def _update(
         self, group: SubGroup, resident: States, options: Mapping[str, Any], after: Event
     ) -> tuple[States, States]:
-        """Copy gradients and parameters to the host, update them, and copy the parameters back.
+        """Copy gradients and parameters to the host, update the parameters, and copy the parameters back.
 
         Args:
             group: The sub-group.
-            resident: States in memory of those parameters that have gradients.
+            resident: States in memory of the parameters that have gradients.
             options: Further arguments of the optimizer's ``step``.
             after: Event after which the gradients and ``resident`` are ready on the device.
 
         Returns:
-            The offloadable states as passed to the update, and all states after it.
+            The offloadable states as passed to the update, and all states after the update.
         """
         after.synchronize()
         self._times.append(time.perf_counter())
@@ -227,9 +229,9 @@ class _Rates:
     """Measured rates of device and CPU, and the number of sub-groups for the CPU.
 
     An update takes ``max(bytes on the device / its rate, bytes on the host / its rate)``, as in Deep
-    Optimizer States. The rates are measured while device and CPU work at the same time, so they include
-    limits of host memory and of the link. The split with the smallest maximum is used. Before the first
-    measured update, each side gets half of the bytes.
+    Optimizer States. The rates are measured while device and CPU work at the same time, so the rates include
+    limits of host memory and of the link. The split with the shortest expected update is used. Before the
+    first measured update, the CPU gets half of the sub-groups.
 
     Args:
         is_auto: Whether device and CPU both work. Otherwise the CPU updates all sub-groups.
@@ -256,7 +258,7 @@ class _Rates:
         return best if seconds[best] < _WORTH_IT * seconds[now] else now
 
     def seconds(self, *nbytes: int) -> float | None:
-        """Return the seconds of an update; ``None`` if the rate of a side with work is unknown.
+        """Return the seconds of an update; ``None`` if a rate is unknown.
 
         Args:
             nbytes: Bytes of states updated by the device, and by the CPU.
@@ -296,8 +298,8 @@ def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
 def _settings_for_host(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings of an optimizer for an update in host memory.
 
-    If the optimizer lets PyTorch choose an implementation, use the fused one. For CPU tensors, PyTorch would
-    choose the loop, which reads and writes memory about ten times.
+    If the optimizer lets PyTorch choose an implementation, use the fused implementation. For CPU tensors,
+    PyTorch would choose a loop over the parameters, which reads and writes memory about ten times.
     """
     settings = _on_host(values)
     if settings.get("fused", False) is None and settings.get("foreach") is None:

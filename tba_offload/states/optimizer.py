@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class OptimizerStates:
     """The offloaded states of one optimizer. :func:`offload_optimizer` returns this object.
 
-    The states have their own store. Its kind and directories come from the configuration. The optimizer stays
+    The states have their own store, with the kind and directories from the configuration. The optimizer stays
     the same object. Between updates, ``optimizer.state`` holds placeholders. A placeholder is a tensor with a
     size but without bytes. Reading a placeholder raises an error that explains what to do.
 
@@ -124,7 +124,7 @@ class OptimizerStates:
     def take(self, parameter: torch.Tensor) -> None:
         """Adopt the states or the master that the program has set, as soon as a whole sub-group is set.
 
-        Without this call, they stay in memory until the next update adopts them.
+        Without a call of ``take``, states that the program has set stay in memory until the next update.
 
         Raises:
             TransferError: States of other parameters in the same sub-group cannot be read.
@@ -163,8 +163,8 @@ class OptimizerStates:
     def arrange(self, offloaded: int) -> None:
         """Offload the first ``offloaded`` sub-groups from now on, and keep the other sub-groups in memory.
 
-        The sub-groups that stay are in slots, and ``optimizer.state`` shows placeholders for them too. A
-        session calls this method for ``states.default: auto``. The method needs ``states.when: step`` and
+        The sub-groups that stay are in slots, and ``optimizer.state`` has placeholders for their states too.
+        A session calls this method for ``states.default: auto``. The method needs ``states.when: step`` and
         ``states.update: device``.
 
         Raises:
@@ -185,14 +185,14 @@ class OptimizerStates:
     def close(self, *, bring_back: bool = True) -> None:
         """Bring the states back into memory, so that the optimizer is as before. May be called twice.
 
-        A second call completes a call that was interrupted.
+        A second call completes an interrupted call.
 
         Args:
             bring_back: Whether to bring the states back. If False, the optimizer cannot be used any more.
 
         Raises:
             StatesAwayError: The program has moved a placeholder to the wrong parameter. All states stay
-                offloaded, so that the program can correct this.
+                offloaded, so that the program can move the placeholder back.
             TransferError: The states cannot be read.
         """
         if not self._is_open:
@@ -259,13 +259,13 @@ def offload_optimizer(
         config: The configuration, as for :func:`tba_offload.attach`. Only ``states`` and ``store`` are used.
         model: The model that the optimizer trains, or its chunks. Messages use the parameter names of the
             model. With ``when: backward`` and several processes, the model is needed to check that
-            ``fully_shard`` has sharded all of it.
+            ``fully_shard`` has sharded all parameters.
         masters: Maps each high-precision copy that the optimizer updates to its model parameter. Master
             copies are offloaded with their states. Each model parameter is set as soon as its master is
             updated.
-        directories: Directories of the store: one path, or one for each drive. They replace the directories
-            in the policy.
-        updated: Called with the record of each update.
+        directories: Directories of the store: one path, or one path for each drive. This argument replaces
+            the directories in the policy.
+        updated: Function that is called with the record of each update.
 
     Returns:
         The states. Call ``close()``, or use the object as a context manager, to bring the states back into
@@ -304,9 +304,9 @@ def _names_in(modules: Sequence[nn.Module]) -> dict[torch.Tensor, str]:
 def _wrap_states(_: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
     """Return the state dict with wrapped tensors.
 
-    The tensors are then copied to the device one sub-group at a time.
+    Later, the wrapped tensors are copied to the device one sub-group at a time.
 
-    The wrapped tensors pass PyTorch's checks first. Entries without a parameter are not changed.
+    Before that, the wrapped tensors pass PyTorch's checks. Entries without a parameter are not wrapped.
     """
     known = {each for group in state_dict["param_groups"] for each in group["params"]}
     states = {

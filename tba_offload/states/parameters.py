@@ -1,6 +1,6 @@
-"""Checks of optimizers and of states.
+"""Checks of optimizers and of their states.
 
-An optimizer may support updates in parts, in backward, and on the CPU.
+The checks show whether an optimizer supports updates in parts, in backward, and on the CPU.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _ELEMENTWISE = frozenset(
 _EXACT = frozenset((torch.float32, torch.float64))
 """Data types for which vectorized kernels and their scalar loops for remaining elements give the same bits.
 
-For 16-bit types, the bits differ. On a CPU, 15 of 300,000 bfloat16 elements differed after six updates by
-RMSprop.
+For 16-bit types, vectorized kernels and scalar loops give different bits. On a CPU, 15 of 300,000 bfloat16
+elements differed after six updates by RMSprop.
 """
 
 
@@ -64,10 +64,10 @@ def check(
         optimizer: The optimizer.
         config: The user's configuration.
         modules: The model that the optimizer trains, or its chunks.
-        has_masters: Whether its parameters are master copies of model parameters.
+        has_masters: Whether the parameters of the optimizer are master copies of model parameters.
 
     Raises:
-        UnsupportedError: The optimizer cannot be updated in this way.
+        UnsupportedError: The optimizer does not support the configured updates.
     """
     _check_parts(optimizer, trusted=config.trust)
     if config.update != "device" and device_of_parameters(optimizer).torch_device.type != "cpu":
@@ -85,9 +85,9 @@ def _check_parts(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
     """
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UnsupportedError(f"{name} is not a torch.optim.Optimizer. Pass the optimizers inside it")
+        raise UnsupportedError(f"{name} is not a torch.optim.Optimizer. Pass the optimizers inside {name}")
     if is_taken(optimizer):
-        raise UnsupportedError(f"the states of this {name} are already offloaded. Close them first")
+        raise UnsupportedError(f"the states of this {name} are already offloaded. Close its OptimizerStates")
     if (attribute := _attribute_with_optimizers(optimizer)) is not None:
         raise UnsupportedError(
             f"{name} lets other optimizers make its updates. Pass the optimizers of its attribute {attribute}"
@@ -96,8 +96,8 @@ def _check_parts(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
         raise UnsupportedError("LBFGS updates all parameters as one vector. Use another optimizer")
     if not (trusted or is_known(optimizer)):
         raise UnsupportedError(
-            f"it is not known whether {name} updates each parameter independently. If it computes nothing "
-            "over several parameters, set states.trust to true"
+            f"it is not known whether {name} updates each parameter independently. If {name} computes "
+            "nothing over several parameters, set states.trust to true"
         )
     if any(not isinstance(key, torch.Tensor) for key in optimizer.state):
         raise UnsupportedError(f"{name} has states that belong to all parameters. Do not offload its states")
@@ -121,7 +121,7 @@ def _check_group(name: str, group: dict[str, Any], *, of_adafactor: bool) -> Non
         )
     for setting in ("capturable", "differentiable"):
         if group.get(setting):
-            raise UnsupportedError(f"{name} with {setting}=True cannot be updated in parts. Set it to False")
+            raise UnsupportedError(f"{name} cannot be updated in parts with {setting}=True. Use False")
 
 
 def _goes_by_position(optimizer: torch.optim.Optimizer) -> bool:
@@ -135,7 +135,7 @@ def _goes_by_position(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _attribute_with_optimizers(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the name of the attribute with inner optimizers; ``None`` if there is none."""
+    """Return the name of the attribute with inner optimizers; ``None`` if no attribute has optimizers."""
     own = set(parameters_of(optimizer))
     for attribute, value in vars(optimizer).items():
         for other in tree_leaves(value, lambda each: isinstance(each, torch.optim.Optimizer)):
@@ -150,7 +150,7 @@ def _check_backward(
     """Check that an optimizer can be updated in backward.
 
     Raises:
-        UnsupportedError: The optimizer cannot be updated in this way.
+        UnsupportedError: The optimizer cannot be updated in backward.
     """
     name, parameters = type(optimizer).__name__, parameters_of(optimizer)
     come_late = has_peers() and not is_fully_sharded(modules, parameters)
@@ -172,7 +172,7 @@ def _check_host(optimizer: torch.optim.Optimizer, update: str) -> None:
     """Check that the CPU can update sub-groups of an optimizer.
 
     Raises:
-        UnsupportedError: The CPU cannot update them.
+        UnsupportedError: The CPU cannot update the parameters.
     """
     name, are_spread = type(optimizer).__name__, any(map(is_distributed, parameters_of(optimizer)))
     may_drift = update == "auto" and has_peers()
@@ -207,7 +207,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True for optimizers of PyTorch, and for others that update each parameter independently."""
+    """Return True for optimizers that are known to update each parameter independently."""
     return is_of_torch(optimizer) or _name_of(optimizer) in _FUSED
 
 
@@ -252,8 +252,8 @@ def is_offloadable(value: object, parameter: torch.Tensor) -> bool:
 
     The state must have more than one element.
 
-    Other values stay where the optimizer put them. Examples are numbers, step counts, tensor subclasses and
-    views of shared memory.
+    Other values stay in ``optimizer.state``, such as numbers, step counts, tensor subclasses and views of
+    shared memory.
     """
     value = local(value)
     return (

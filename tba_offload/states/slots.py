@@ -40,8 +40,8 @@ class Slot:
 
     Attributes:
         stays: Whether the slot belongs to one sub-group that stays in memory.
-        holder: The sub-group whose bytes are in the slot or are being read. :meth:`read` and :meth:`hold` set
-            it.
+        holder: The sub-group whose bytes are in the slot or are being read; set by :meth:`read` and
+            :meth:`hold`.
     """
 
     holder: SubGroup
@@ -119,7 +119,7 @@ class Slot:
     def give_up(self) -> None:
         """Wait until no transfer is running, and ignore failures.
 
-        Transfers of a hanging drive are not waited for.
+        Do not wait for the transfers of a hanging drive.
         """
         for transfer in (*self._reads, *self._writes):
             try:
@@ -155,7 +155,7 @@ class Slots:
         groups: The sub-groups of the optimizer. All slots together are no larger than the states of these
             sub-groups.
         homes: The store and the device.
-        next_use: Returns a number that shows when a sub-group is needed again. A larger number means later.
+        next_use: Function that returns when a sub-group is needed again, as a number: the larger, the later.
     """
 
     def __init__(self, groups: Groups, homes: Homes, next_use: Callable[[SubGroup], int]) -> None:
@@ -197,7 +197,7 @@ class Slots:
 
         If no slot is free, wait. The caller then calls :meth:`hold`.
 
-        The bytes also exist outside the slots, so this method uses at most two slots.
+        The new bytes also exist outside the slots, so this method uses at most two slots.
 
         Raises:
             TransferError: The old contents of the slot cannot be written.
@@ -220,7 +220,7 @@ class Slots:
         self._of[group] = slot
 
     def _slot(self, group: SubGroup, among: Sequence[Slot], most: int = SLOTS) -> Slot:
-        """Return a new slot. If there is none, write the slot that is needed last, and return it."""
+        """Return a new slot or, if no slot can be added, write and return the slot that is needed last."""
         if self._has_room(group, most):
             return Slot(group.nbytes, self._homes)
         slot = max(self._large_enough(group, among) or among, key=lambda slot: self._next_use(slot.holder))
@@ -294,11 +294,11 @@ class Slots:
 
 
 class Order:
-    """The order in which sub-groups are updated. It determines when each sub-group is needed again.
+    """The order in which sub-groups are updated, which determines when each sub-group is needed again.
 
     Args:
-        turns: Whether the next update goes in the reverse order. It begins with the sub-groups that are still
-            in their slots, and these need no write and no read.
+        turns: Whether the next update has the reverse order. The next update then begins with the sub-groups
+            that are still in their slots, and these sub-groups need no write and no read.
     """
 
     def __init__(self, *, turns: bool) -> None:
@@ -331,10 +331,12 @@ class Order:
         return [*self._places][self._at + 1 :]
 
     def next_use(self, group: SubGroup) -> int:
-        """Return a number that shows when a sub-group is needed again. Sub-groups of this update come first.
+        """Return a number that shows when a sub-group is needed again.
 
-        After them, the sub-group that was updated last comes first. This is only correct if the next update
-        is reversed. In any case, a slot whose write has finished is reused first.
+        The remaining sub-groups of this update come first.
+
+        Of the updated sub-groups, the last one comes first, as if the next update had the reverse order. In
+        any case, a slot whose write has finished is reused first.
         """
         place = self._places.get(group, 2 * _FAR)
         if place <= self._at:

@@ -1,4 +1,4 @@
-"""Code that runs the optimizer's own update on some of its parameters, and replaces its ``step``."""
+"""Updates of some parameters by the optimizer's own code, and the replacement of ``optimizer.step``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _APART = ("params", "param_groups", "state")
 
 
 class Twin:
-    """A twin of an optimizer with only some of its parameters and states. The twin runs the update on them.
+    """A twin of an optimizer, which runs the optimizer's own update on some parameters and states.
 
     Each twin starts with the attributes of the optimizer. A step count in the optimizer or in a parameter
     group therefore increases by one per step, for any number of twins. Only :meth:`commit` changes the
@@ -31,7 +31,7 @@ class Twin:
     Args:
         optimizer: The optimizer.
         kind: Class of the optimizer.
-        settings: Converts settings and attributes of the optimizer for the twin.
+        settings: Function that converts settings and attributes of the optimizer for the twin.
 
     Attributes:
         kind: The class of the optimizer.
@@ -50,7 +50,9 @@ class Twin:
         self.states: dict[torch.Tensor, Entry] = {}
 
     def run(self, number: int, entries: Mapping[torch.Tensor, Entry], options: Mapping[str, Any]) -> None:
-        """Update some parameters of one parameter group. ``states`` then holds their states.
+        """Update some parameters of one parameter group.
+
+        Then ``states`` holds the states of these parameters.
 
         After an error, ``states`` holds the states that exist.
 
@@ -159,8 +161,8 @@ class Takeover:
         self._instance_step = vars(optimizer).get("step")
         if self._instance_step is not None and not hasattr(self._instance_step, "_wrapped_by_lr_sched"):
             raise UnsupportedError(
-                f"the step of this {self.kind.__name__} was replaced by {self._instance_step!r}. Offload its "
-                "states first, and replace step afterwards"
+                f"the step of this {self.kind.__name__} was replaced by {self._instance_step!r}. Offload the "
+                "states of the optimizer first, and replace step afterwards"
             )
 
     def begin(self, step: Step) -> None:
@@ -204,7 +206,7 @@ def _hooked(kind: Kind) -> Step:
 
     hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
     hooked.hooked = True  # PyTorch then does not wrap this function again
-    hooked._wrapped_by_lr_sched = True  # schedulers then do not wrap it either
+    hooked._wrapped_by_lr_sched = True  # schedulers then do not wrap this function either
     made: Step = hooked
     return made
 

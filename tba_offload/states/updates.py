@@ -73,7 +73,7 @@ class Updates:
         self._failure: TransferError | None = None
 
     def update(self, group: SubGroup, options: Mapping[str, Any]) -> None:
-        """Update one sub-group: read its states, run the optimizer's own step on them, and write them.
+        """Update one sub-group: read its states, run the optimizer's own step, and write the states.
 
         Args:
             group: The sub-group.
@@ -221,7 +221,7 @@ def interrupts_put_off() -> Iterator[None]:
 
     A second Ctrl-C raises at once.
 
-    This has no effect on other threads, or if the program has its own handler.
+    Outside of the main thread, or if the program has its own handler, nothing is delayed.
     """
     handler, came = signal.default_int_handler, False
 
@@ -257,10 +257,10 @@ class StatesRecord:
         slot_bytes: Bytes of the slots, which stay on the device.
         sub_groups: Number of updated sub-groups.
         staying: Number of all sub-groups that stay in memory between updates.
-        staying_bytes: Bytes of the states of these sub-groups.
+        staying_bytes: Bytes of the states that stay in memory between updates.
         in_backward: Number of sub-groups updated in backward.
-        predicted_seconds: Prediction of ``seconds`` from the rates of device and CPU, if both make updates.
-            Otherwise ``None``.
+        predicted_seconds: ``seconds`` as predicted from the rates of device and CPU; ``None`` without a
+            prediction.
         on_host: Number of sub-groups updated by the CPU.
     """
 

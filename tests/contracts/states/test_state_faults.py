@@ -49,7 +49,7 @@ def test_an_optimizer_whose_states_cannot_be_taken_is_as_it_was(when: str, tmp_p
     found, expected = pair("adamw")
     settings = policy(tmp_path, states={"when": when}, store={"capacity": "64KiB"})
     train(found, expected, 0)
-    with pytest.raises(TransferError, match=r"cannot be written.* Make room"):
+    with pytest.raises(TransferError, match=r"cannot be written.* Free some space"):
         tba.offload_optimizer(found.optimizer, settings, model=found.model)
     train(found, expected, 1)
     assert_same(found, expected)

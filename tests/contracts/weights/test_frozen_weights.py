@@ -369,7 +369,7 @@ def test_weights_that_a_drive_does_not_give_back_are_named(tmp_path: Path) -> No
 def test_a_drive_that_is_full(tmp_path: Path) -> None:
     store = {"kind": "file", "directories": [str(tmp_path)], "capacity": "32KiB"}
     model = Model()
-    with pytest.raises(TransferError, match=r"frozen weights of .* cannot be written.* Make room"):
+    with pytest.raises(TransferError, match=r"frozen weights of .* cannot be written.* Free some space"):
         tba.attach(model, policy(tmp_path, store=store))
     assert_same_tensors(model.parameters(), Model().parameters())
 
