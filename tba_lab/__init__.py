@@ -1,4 +1,4 @@
-"""Tools around tba-offload: the demo, GPT models to try, and Megatron-LM on a CPU.
+"""Tools around tba-offload: the demo, GPT models, and Megatron-LM on a CPU.
 
-This package is installed with tba-offload. The library imports it only for commands that need it.
+The package ``tba_lab`` is installed with tba-offload. Only a few commands import this package.
 """

@@ -46,10 +46,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "bf16": {"layers": 8, "hidden": 512, "sequence": 128, "steps": 8, "batch_sizes": (24, 48)},
     "fp32": {"layers": 8, "hidden": 384, "sequence": 128, "steps": 8, "batch_sizes": (12, 24)},
 }
-"""Defaults for a GPU, and for a CPU by its faster dtype. On a CPU, activations are most of the process."""
+"""Default settings for a GPU, and for a CPU by its faster dtype."""
 
 WITH_STATES: dict[str, Any] = {"layers": 4, "batch_sizes": (16,)}
-"""Defaults with offloaded optimizer states. Every step moves all states, so a step needs many tokens."""
+"""Default settings with offloaded optimizer states. A step moves all states, so the batch must be large."""
 
 STATES = {
     "offload": tba.StatesConfig(),
@@ -58,14 +58,14 @@ STATES = {
 }
 _WHOLE = {"cpu": "resident", "cuda": "device"}  # the peak that includes all memory, by type of device
 WINDOW = 32 / 3
-"""The default in-flight window, in hidden states of a micro-batch. A layer saves about 25 of them."""
+"""Default in-flight window, as a multiple of the hidden state. A layer saves about 25 hidden states."""
 
 SEED = 1234
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The settings of a demo. A budget is a number of bytes, or a ``float``: a share of keep's peak."""
+    """Settings of a demo. A budget is a number of bytes, or as a ``float`` a share of the peak of keep."""
 
     shape: GptShape
     sizes: tuple[int, ...]
@@ -81,17 +81,17 @@ class Job:
 
     @property
     def strategies(self) -> tuple[str, ...]:
-        """The strategies that are compared. ``control`` is a second run of keep."""
+        """Names of the compared strategies. ``control`` is a second run of keep."""
         ours = "auto" if self.policy == Path("auto") else "offload"
         return ("keep", "recompute", ours, *["states"] * bool(self.states), *["control"] * self.control)
 
     @property
     def budgeted(self) -> str:
-        """The strategy that has the budgets."""
+        """Name of the strategy that has the budgets."""
         return self.strategies[3 if self.states else 2]
 
     def config(self, strategy: str, size: int, scratch: Path, limits: Mapping[str, int]) -> tba.OffloadConfig:
-        """Return the policy of a strategy at a batch size. ``scratch`` is the default directory."""
+        """Return the policy of a strategy at a batch size. ``scratch`` is the default store directory."""
         item, states = DTYPES[self.shape.dtype].itemsize, None
         if strategy == "states" and self.states is not None:
             nbytes = 2 * item * self.shape.layers * self.shape.layer_parameters // 20  # for 20 sub-groups
@@ -134,15 +134,15 @@ def run_on_console(*, as_json: bool, time_limit: float, **options: Any) -> None:
         show(*comparison(summary, job))
         click.echo("\n".join(["", *_bars(summary, job), "", *_next_steps(job.output)]))
     if not (summary["identical_losses"] and summary["identical_parameters"]):
-        raise TbaError("the strategies trained different bits, which is a bug. Please report it")
+        raise TbaError("the strategies computed different results, which is a bug. Please report this")
 
 
 def job_of(say: Say, options: dict[str, Any]) -> Job:
-    """Return the settings from the options. Options that are None come from the preset of this machine."""
+    """Return the settings of the demo. Settings without an option come from the preset of this machine."""
     policy, states, window = options["policy"], options.pop("states"), options.pop("window")
     budgets = {name: options.pop(name) for name in ("budget", "device_budget")}
     if any(budgets.values()) and policy != Path("auto"):
-        raise ConfigError("a budget needs --policy auto. A policy file has its own budget")
+        raise ConfigError("a budget needs --policy auto, because a policy file has its own budget")
     if states == "auto" and budgets["device_budget"] is None:
         raise ConfigError("--states auto needs --device-budget")
     if window is not None and policy is not None:
@@ -177,11 +177,11 @@ def _budget(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 < (share := float(text[:-1]) / 100) < math.inf:
             return share
-    raise ConfigError(f"not a budget: {text!r}. Give a size such as 64MiB, or a share of keep's peak: 35%")
+    raise ConfigError(f"not a budget: {text!r}. Pass a size such as 64MiB, or a share of keep's peak: 35%")
 
 
 def _refuse_what_does_not_fit(job: Job, available: int) -> None:
-    """Raise an error if the processes together need more memory than is available."""
+    """Raise an error if the training processes need more memory than available."""
     shape, item = job.shape, DTYPES[job.shape.dtype].itemsize
     scores = shape.heads * shape.sequence * (8 + 3 * item)  # attention saves two in fp32 around the softmax
     activations = max(job.sizes) * shape.sequence * (20 * item * shape.hidden + scores)
@@ -189,7 +189,7 @@ def _refuse_what_does_not_fit(job: Job, available: int) -> None:
     needed = len(job.strategies) * base + 2 * shape.layers * activations  # all of keep, parts of the others
     if needed > available:
         raise ConfigError(
-            f"{job}: needs about {readable_size(needed)}, but only {readable_size(available)} are free. Give "
+            f"{job}: needs about {readable_size(needed)}, but only {readable_size(available)} are free. Pass "
             "a smaller --hidden, --layers, --sequence or --batch-size"
         )
 
@@ -231,7 +231,7 @@ def run_demo(job: Job, say: Say, *, time_limit: float = math.inf) -> dict[str, A
 
 
 def _limits(job: Job, size: int, scratch: Path, say: Say) -> dict[str, int]:
-    """Return the budgets in bytes. For shares of keep's peaks, train a few steps of keep alone first."""
+    """Return the budgets in bytes. For shares of keep's peaks, first train a few steps of keep."""
     given = {"activation_bytes": job.budget, "device_bytes": job.device_budget}
     peaks: dict[str, int] = {}
     if any(isinstance(value, float) for value in given.values()):
@@ -277,7 +277,7 @@ class Trainer:
         self.close = stack.close
 
     def step(self) -> dict[str, str]:
-        """Train one step. After the last step, return a digest of all parameters."""
+        """Train one step. Return the loss of a step, and after the last step a digest of all parameters."""
         job, is_measured = self._job, measures_memory(self._done)
         batch = text_batch(self._text, job.shape, self._size, self._done)
         with self._session.step(
@@ -299,7 +299,7 @@ class Trainer:
 
 
 def read_text(limit: int = 4 << 20) -> torch.Tensor:
-    """Return the source files of Python's standard library, separated by NUL. Each byte is a token."""
+    """Return the source files of Python's standard library as tokens, one for each byte, separated by NUL."""
     library = Path(sysconfig.get_path("stdlib"))
     text = b"\0".join(path.read_bytes() for path in sorted(library.glob("*.py")))[:limit]
     if not text:
@@ -308,7 +308,7 @@ def read_text(limit: int = 4 << 20) -> torch.Tensor:
 
 
 def text_batch(text: torch.Tensor, shape: GptShape, size: int, number: int) -> Batch:
-    """Return the micro-batch of a step: passages of the text. Equal numbers give equal passages."""
+    """Return passages of the text as the micro-batch of a step. Equal step numbers give equal passages."""
     generator = torch.Generator().manual_seed(SEED + number)
     starts = torch.randint(0, len(text) - shape.sequence, (size, 1), generator=generator)
     return batch_of(text[starts + torch.arange(shape.sequence + 1)].long())
@@ -317,7 +317,7 @@ def text_batch(text: torch.Tensor, shape: GptShape, size: int, number: int) -> B
 def summarize(
     job: Job, logs: Mapping[tuple[int, str], Path], limits: Mapping[int, Mapping[str, int]]
 ) -> dict[str, Any]:
-    """Return the figures of the run logs. Ratios of times are medians and quartiles over rounds."""
+    """Return the figures of all run logs. Time ratios are medians and quartiles over rounds."""
     found = {key: points([path], memory="device")[0] for key, path in logs.items()}
     steps = {key: counted_steps(read_run_log(path)) for key, path in logs.items()}
     figures: dict[str, dict[str, Any]] = {str(size): {} for size in job.sizes}
@@ -356,7 +356,7 @@ def summarize(
 
 
 def comparison(summary: Mapping[str, Any], job: Job) -> list[Table | str]:
-    """Return the table of all strategies, and sentences that compare them."""
+    """Return a table of all strategies, and sentences that compare the strategies."""
     whole = _WHOLE[training_device().type]
     peaks = ["activation", *["device"] * (bool(job.states) and whole != "device"), whole]
     figures = ("written MiB", "step s", "stall s", "tokens/s", "last loss")
@@ -373,7 +373,7 @@ def comparison(summary: Mapping[str, Any], job: Job) -> list[Table | str]:
                 ratio = summary["ratios"][size][f"{name}_over_{other}"]
                 lines.append(
                     f"batch size {size}: {name} has {ratio['activation_peak']:.2f} x the activation peak of "
-                    f"{other} and {Spread(**ratio['time'])} x its step time"
+                    f"{other} and {Spread(**ratio['time'])} x the step time"
                 )
         for what, nbytes in summary["budgets"][size].items():
             peak = group[job.budgeted][what.replace("bytes", "peak_bytes")]
@@ -397,6 +397,6 @@ def _next_steps(output: Path) -> Iterator[str]:
     yield f"Picture: {output / 'rok.png'}. Figures: {output / 'summary.json'}."
     beside = os.path.relpath(Path(sys.executable).with_name("tba-offload"))
     program = "tba-offload" if shutil.which("tba-offload") else beside
-    yield "Next: write a page on these runs, and measure your drive:"
+    yield "Next: write a report page about these runs, and measure your drive:"
     yield f"  {program} report {output}/*.jsonl -o {output}/report.html"
     yield f"  {program} doctor {output}"

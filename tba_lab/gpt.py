@@ -1,7 +1,7 @@
-"""megatron-core models of any size, in GPT and Llama style, and the faster dtype of this machine.
+"""megatron-core models in GPT and Llama style, and the choice of the faster dtype of a machine.
 
-The models use megatron-core's "local" layers, without Transformer Engine, Apex and fused kernels. So the same
-model runs on a CPU and on a GPU.
+The models use megatron-core's "local" layers, without Transformer Engine, Apex and fused kernels, so a model
+runs on a CPU and on a GPU.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 Batch = dict[str, Tensor]
-"""A micro-batch with tensors of shape (batch, sequence). The mask is True where attention is forbidden."""
+"""Micro-batch of shape (batch, sequence). The attention mask is True where attention is forbidden."""
 
 
 @dataclass(frozen=True)
 class GptShape:
-    """The size, dtype and style of a model.
+    """Size, dtype and style of a model.
 
     Style ``gpt`` has LayerNorm, GELU, biases and learned positions. Style ``llama`` has RMSNorm, SwiGLU, no
     biases, rotary positions, and grouped keys and values.
@@ -47,27 +47,27 @@ class GptShape:
 
     def __post_init__(self) -> None:
         if self.hidden % self.heads:
-            raise ConfigError(f"wrong shape: hidden {self.hidden} is not a multiple of heads {self.heads}")
+            raise ConfigError(f"the hidden size {self.hidden} is not a multiple of the {self.heads} heads")
 
     @property
     def ffn_width(self) -> int:
-        """The width of the MLP: 4 x hidden. For Llama 8/3 x hidden, rounded up to a multiple of 64."""
+        """Width of the MLP: 4 x hidden, or for ``llama`` 8/3 x hidden, rounded up to a multiple of 64."""
         return 4 * self.hidden if self.style == "gpt" else -(-8 * self.hidden // 3 // 64) * 64
 
     @property
     def key_value_heads(self) -> int:
-        """The heads of keys and values. Llama has a quarter of the heads."""
+        """Number of heads of keys and values. Style ``llama`` has a quarter of the attention heads."""
         return self.heads if self.style == "gpt" or self.heads % 4 else self.heads // 4
 
     @property
     def layer_parameters(self) -> int:
-        """The number of weights in a layer, without biases and norms (about 0.1 %)."""
+        """Number of weights in a layer, without biases and norms (about 0.1 %)."""
         attention = 2 * self.hidden * (self.hidden + self.hidden * self.key_value_heads // self.heads)
         return attention + (2 if self.style == "gpt" else 3) * self.hidden * self.ffn_width
 
 
 def build_gpt(shape: GptShape, *, seed: int) -> nn.Module:
-    """Build a megatron-core ``GPTModel``. For bf16, wrap it in ``Float16Module``.
+    """Build a megatron-core ``GPTModel``. For bf16, wrap the model in ``Float16Module``.
 
     megatron-core must be initialised, as :func:`~tba_lab.megatron_cpu.single_process` does. Equal seeds give
     equal weights on every device. The states of random number generators do not change.
@@ -93,7 +93,7 @@ def build_gpt(shape: GptShape, *, seed: int) -> nn.Module:
 
 @contextlib.contextmanager
 def drawing_weights(seed: int) -> Iterator[None]:
-    """Draw weights from a separate generator, without megatron-core's warnings about its own defaults."""
+    """Draw weights from a separate generator within the block, and hide warnings of megatron-core."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="full scope is deprecated", module=r"megatron\.")
         warnings.filterwarnings("ignore", message="MLP requires ffn_hidden_size", module=r"megatron\.")
@@ -148,7 +148,7 @@ def gpt_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def batch_of(text: Tensor) -> Batch:
-    """Return a micro-batch from tokens of shape (batch, sequence + 1). Each token predicts the next."""
+    """Return a micro-batch from tokens of shape (batch, sequence + 1), for next-token prediction."""
     count, sequence = len(text), text.shape[1] - 1
     return Batch(
         tokens=text[:, :-1].clone(),
@@ -174,7 +174,7 @@ def model_flops(shape: GptShape, batch_size: int) -> float:
     """Return the floating point operations of forward and backward in one step.
 
     A product of (m, k) and (k, n) matrices counts 2mkn, and backward counts twice the forward. Attention
-    counts the whole square, and recomputation does not count. With the defaults of ``gpt`` this is
+    counts the whole square, and recomputation does not count. With the defaults of ``gpt``, the result is
     72 B s l h^2 (1 + s / 6h + V / 12lh): equation 3 of Narayanan et al. (SC 2021) without recomputation.
     """
     layer = shape.layer_parameters + 2 * shape.sequence * shape.hidden
@@ -182,7 +182,7 @@ def model_flops(shape: GptShape, batch_size: int) -> float:
 
 
 def choose_dtype(dtype: str, device: torch.device) -> tuple[str, str]:
-    """Return the dtype to train in, and the reason.
+    """Return the dtype for training, and a text with the reason.
 
     ``auto`` times the matrix products of a linear layer in each dtype on one thread. CPUs without bf16
     instructions multiply bf16 up to a hundred times slower than fp32, in some orientations only.

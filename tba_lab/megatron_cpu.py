@@ -1,6 +1,6 @@
-"""megatron-core without a GPU: one training process on the CPU.
+"""megatron-core without a GPU, in one training process on the CPU.
 
-megatron-core assumes that a GPU is present. ``install`` replaces the few functions that depend on one.
+megatron-core assumes that a GPU is present. :func:`install` replaces the few functions that depend on a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def require_core(purpose: str) -> None:
-    """Import megatron-core without its warnings about missing accelerators.
+    """Import megatron-core without warnings about missing accelerators.
 
     If megatron-core is not installed, raise a :class:`MissingDependencyError` that names the purpose.
     """
@@ -41,20 +41,20 @@ def require_core(purpose: str) -> None:
 
 
 def training_device() -> torch.device:
-    """Return the device of megatron-core in this process: the current GPU if there is one, else the CPU."""
+    """Return the device of megatron-core in this process: the current GPU, or the CPU without a GPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return CPU
 
 
 def install() -> None:
-    """Make megatron-core train on the CPU for the rest of the process. Further calls do nothing.
+    """Make megatron-core train on the CPU until the process ends. A second call does nothing.
 
     If a GPU is present, raise an :class:`UnsupportedError`.
     """
     if torch.cuda.is_available():
         raise UnsupportedError(
-            "CPU substitutions for megatron-core are refused: this process has a GPU. Train on the GPU, or "
+            "megatron-core cannot train on the CPU, because this process has a GPU. Train on the GPU, or "
             "hide the GPU with CUDA_VISIBLE_DEVICES=''"
         )
     require_core("training on the CPU")
@@ -74,15 +74,15 @@ def install() -> None:
 
 @contextlib.contextmanager
 def single_process(*, seed: int = 1234) -> Iterator[None]:
-    """Set up megatron-core for one process, on the GPU if there is one, else on the CPU.
+    """Set up megatron-core for one process within the block, on the GPU or, without a GPU, on the CPU.
 
-    The exit destroys all process groups, so the context can be entered again. If the process already belongs
-    to a group, raise an :class:`UnsupportedError`.
+    Leaving the context destroys all process groups, so the context can be entered again. If the process
+    already belongs to a group, raise an :class:`UnsupportedError`.
     """
     require_core("training in a single process")
     if dist.is_initialized():
         raise UnsupportedError(
-            "training in a single process is refused: this process belongs to a process group. Call "
+            "a single process cannot be set up, because this process belongs to a process group. Call "
             "torch.distributed.destroy_process_group() first"
         )
     if not torch.cuda.is_available():
@@ -113,7 +113,7 @@ def seed_all(seed: int) -> None:
 
 
 def replace(owner: object, name: str, value: object) -> None:
-    """Set an attribute, under a name that type checkers accept for methods and modules."""
+    """Set an attribute of a module or class, in a form that type checkers accept."""
     setattr(owner, name, value)
 
 

@@ -1,8 +1,8 @@
-"""Megatron-LM's training scripts without a GPU, in one process or in several with gloo.
+"""Support for Megatron-LM's training scripts without a GPU, in one process or in several processes with gloo.
 
-The scripts, schedules and optimizers of Megatron 0.16 and 0.19 use a GPU in more places than models do. Each
-function below replaces one of these places. ``python -m tba_lab.megatron_cpu_scripts SCRIPT ARGUMENTS`` runs
-a script with these replacements only, for patched checkouts and for comparisons.
+The scripts, schedules and optimizers of Megatron 0.16 and 0.19 use a GPU in several places. Each function in
+this module replaces one of these places. ``python -m tba_lab.megatron_cpu_scripts SCRIPT ARGUMENTS`` runs a
+script with these replacements only, for patched checkouts and for comparisons.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def install_for_scripts() -> None:
-    """Make training scripts run on the CPU for the rest of the process. With a GPU, raise an error."""
+    """Make training scripts run on the CPU until the process ends. With a GPU, raise an error."""
     _no_compilers()  # first, because megatron-core uses compilers when it is imported
     install()
     _one_device()
@@ -58,7 +58,7 @@ def _no_compilers() -> None:
 
 
 def _one_device() -> None:
-    """Report a device while scripts start. Without a device they create no process groups."""
+    """Report a device while scripts start, because scripts create process groups only if a device exists."""
     real = torch.cuda.is_available
     starting = {"initialize_megatron", "parse_and_validate_args", "validate_args"}
     # Only for these functions. Other functions would take their GPU path.
@@ -109,7 +109,7 @@ def _is_cuda(device: object) -> bool:
 
 
 def _no_streams() -> None:
-    """Replace streams, events and synchronization. On a CPU all work is finished when its call returns."""
+    """Replace streams, events and synchronization. On a CPU, work is finished when the call returns."""
     for name in (
         *("synchronize", "set_device", "set_stream", "empty_cache", "ipc_collect", "manual_seed_all"),
         *("reset_peak_memory_stats", "reset_max_memory_allocated"),
@@ -128,7 +128,7 @@ def _no_streams() -> None:
 
 
 def _nothing(name: str) -> Callable[..., None]:
-    """Return a new function. PyTorch's compiler does not allow two names for one function."""
+    """Return a new function, because PyTorch's compiler does not allow two names for one function."""
 
     def nothing(*_: object, **__: object) -> None:
         return None
@@ -138,7 +138,7 @@ def _nothing(name: str) -> Callable[..., None]:
 
 
 class _Event:
-    """An event that is complete when it is recorded."""
+    """Event that is complete as soon as the event is recorded."""
 
     wait = synchronize = staticmethod(_nothing("wait"))
 
@@ -156,7 +156,7 @@ class _Event:
 
 
 class _Stream:
-    """A stream without pending work."""
+    """Stream that never has pending work."""
 
     cuda_stream = 0
     device = CPU
@@ -179,7 +179,7 @@ def _kernel(name: str) -> Callable[..., None]:
 
 
 def _cuda_types() -> None:
-    """Report CUDA tensor types, because optimizers sort parameters by them."""
+    """Report CUDA tensor types, because optimizers sort parameters by tensor type."""
     original = torch.Tensor.type
 
     def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -191,7 +191,7 @@ def _cuda_types() -> None:
 
 
 def _parallel_norm() -> None:
-    """Mark the parameters of the plain norm, which otherwise refuses sequence parallelism."""
+    """Mark the parameters of the plain norm, so that the norm accepts sequence parallelism."""
     norm = importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
     make = norm.__new__
 
@@ -220,7 +220,7 @@ def _kept_sends() -> None:
 
 
 def _host_splits() -> None:
-    """Convert the token counts of experts, which the code expects on another device."""
+    """Convert the token counts of experts, because the code expects the counts on another device."""
     utilities = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     if not hasattr(utilities, "te_general_gemm"):
@@ -237,7 +237,7 @@ def _host_splits() -> None:
 
 
 def _prebuilt_helpers() -> None:
-    """Use the prebuilt dataset helpers of the package, and build no kernels. Scripts would compile both."""
+    """Use prebuilt dataset helpers and no fused kernels, because scripts would compile both."""
     name = "megatron.core.datasets.helpers_cpp"
     folders = map(Path, site.getsitepackages())
     built = [file for folder in folders for file in folder.glob("megatron/core/datasets/helpers_cpp*.so")]
@@ -254,7 +254,7 @@ def _prebuilt_helpers() -> None:
 
 
 def _substituting_children() -> None:
-    """Install the replacements in spawned processes, for example checkpoint writers, without the script."""
+    """Install the replacements also in spawned processes, such as checkpoint writers."""
     prepare = multiprocessing.spawn.get_preparation_data
 
     def prepared(name: str) -> dict[str, Any]:
@@ -266,7 +266,7 @@ def _substituting_children() -> None:
 
 
 def _fused_adam() -> None:
-    """Use Apex's Adam. A distributed optimizer cannot load saved states of PyTorch's Adam."""
+    """Use Apex's Adam. A distributed optimizer cannot load states that PyTorch's Adam has saved."""
     optimizers = importlib.import_module("megatron.core.optimizer")
     distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     replace(optimizers, "Adam", FusedAdam)
@@ -276,7 +276,7 @@ def _fused_adam() -> None:
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Apex's Adam or AdamW for training and checkpoints: one step counter for each parameter group."""
+    """Replacement for Apex's Adam and AdamW, with one step counter for each parameter group."""
 
     def __init__(self, params: Iterable[Any], *, adam_w_mode: bool = True, **options: Any) -> None:
         if options.pop("capturable", False):
@@ -287,7 +287,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters with a gradient."""
+        """Update all parameters that have a gradient."""
         loss = None if closure is None else closure()
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1

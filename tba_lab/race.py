@@ -1,4 +1,4 @@
-"""Comparison of runs on a noisy machine: each run has its own process, and runs alternate step by step.
+"""Comparison of training runs on a noisy machine, in processes that alternate step by step.
 
 Each run has its own model, optimizer, random state, heap and peak of resident memory. In each round every run
 trains one step. Noise of the machine affects all runs of a round, so ratios are more reliable than times.
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     Say = Callable[[str], object]
 
 MEASURE_EVERY = 4
-"""One of this many rounds measures memory. Its times do not count, since sampling uses part of a core."""
+"""Interval of rounds that measure memory, whose times do not count: sampling uses part of a core."""
 
 _SILENCE = 5.0
 FAST_ALLOCATOR = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # direct I/O pins 512 times fewer pages
 
 
 class RaceError(TbaError, RuntimeError):
-    """A process failed, or the comparison would take longer than its limit."""
+    """A process failed, or the comparison would take longer than the time limit."""
 
 
 class Entrant(NamedTuple):
-    """One run. Its process calls ``make(**arguments)``, whose result has ``step`` and ``close``."""
+    """Run of a comparison, whose process calls ``step`` and ``close`` of ``make(**arguments)``."""
 
     make: Callable[..., Any]
     arguments: Mapping[str, Any] = {}
@@ -53,11 +53,11 @@ def race(
     time_limit: float = math.inf,
     ahead: float = 0.0,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Train all runs in alternation for ``rounds`` steps, and return the results of their steps.
+    """Train all runs in alternation for ``rounds`` steps, and return the results of all steps.
 
-    ``say`` prints a line of progress. A :class:`RaceError` means that a run failed, or that this comparison
-    and later ones would take longer than ``time_limit`` seconds. ``ahead`` is the length of later comparisons
-    as a multiple of this one.
+    ``say`` prints a line of progress. A :class:`RaceError` means that a run failed, or that this and later
+    comparisons would take longer than ``time_limit`` seconds. ``ahead`` is the length of later comparisons as
+    a multiple of this comparison.
     """
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in entrants}
     progress = _Progress(len(entrants), rounds, say, time_limit, ahead)
@@ -74,7 +74,7 @@ def race(
 
 
 class _Progress:
-    """Progress messages every few seconds, and the check of the time limit."""
+    """Printer of progress messages every few seconds, which also checks the time limit."""
 
     def __init__(self, lanes: int, rounds: int, say: Say, limit: float, ahead: float) -> None:
         self._lanes, self._steps, self._ahead = lanes, lanes * rounds, ahead * lanes * rounds
@@ -90,7 +90,7 @@ class _Progress:
         time_left = f"about {duration(left)} left" if is_known else f"{now - self._began:.0f} s so far"
         if self._done <= early and (left if self._done == early else now - self._began) > self._limit:
             raise RaceError(
-                f"{time_left}, but the limit is {duration(self._limit)}. Give fewer --steps or --layers, a "
+                f"{time_left}, but the limit is {duration(self._limit)}. Pass fewer --steps or --layers, a "
                 "smaller --hidden, --sequence or --batch-size, or a longer --time-limit"
             )
         if now - self._said > _SILENCE:
@@ -124,7 +124,7 @@ def duration(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Spread:
-    """A median and the quartiles around it."""
+    """Median and quartiles of values."""
 
     median: float
     low: float
@@ -132,7 +132,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Return the median and quartiles of values. A single value is all three."""
+        """Return the median and quartiles of values. For a single value, all three are equal."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -143,12 +143,12 @@ class Spread:
 
 
 def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Spread:
-    """Return the ratios of each round. Noise that affects a whole round cancels."""
+    """Return the ratio of each round, in which noise that affects the whole round cancels."""
     return Spread.of([a / b for a, b in zip(numerator, denominator, strict=True)])
 
 
 def timed_rounds(*lanes: Sequence[Any], measured: Callable[[Any], bool]) -> list[tuple[Any, ...]]:
-    """Return the rounds in which no run measured memory. If there are none, return all rounds."""
+    """Return the rounds in which no run measured memory. If all rounds measured memory, return all rounds."""
     rounds = list(zip(*lanes, strict=True))
     return [steps for steps in rounds if not any(map(measured, steps))] or rounds
 
@@ -176,7 +176,7 @@ class _Lane:
             self.process.join(timeout=10)
             status = self.process.exitcode
             why = " (the system kills processes when memory is full)" if status == -signal.SIGKILL else ""
-            raise RaceError(f"{self.name}: its process ended with status {status}{why}") from None
+            raise RaceError(f"{self.name}: the process ended with status {status}{why}") from None
         if not worked:
             raise RaceError(f"{self.name} failed:\n{answer}")
         return answer
@@ -184,7 +184,7 @@ class _Lane:
 
 @contextlib.contextmanager
 def _started(entrants: Mapping[str, Entrant], tick: Callable[[], None]) -> Iterator[dict[str, _Lane]]:
-    """Start all processes at once, wait until each is ready, and end them with the block."""
+    """Start all processes, wait until all are ready, and end the processes with the block."""
     lanes: dict[str, _Lane] = {}
     patience = 2.0  # a killed process leaves no store files, so an error need not wait longer
     try:

@@ -1,4 +1,4 @@
-"""The function ``attach``, which finds the layers of a model and opens a session for them."""
+"""The function ``attach``, which finds the layers of a model and opens a session."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ def attach(
     For models of another structure, pass ``layers``.
 
     Args:
-        model: The model, wrapped or not, or the list of its chunks in an interleaved pipeline.
+        model: The model, wrapped or not, or the list of model chunks in an interleaved pipeline.
         config: The policy. With ``"fit"``, the planner chooses the fastest placements that fit into nine
             tenths of the device memory. A placement, such as ``"offload"`` or ``"recompute"``, applies to all
             layers. A policy can also be the path of a YAML file, YAML text, a dict with the keys of a YAML
             policy, or an :class:`OffloadConfig`.
         layers: The layers to attach. By default, ``attach`` finds the layers of the model.
-        directories: Directories of the store: one path, or one per drive. These directories replace the
+        directories: Directories of the store: one path, or one per drive. The argument replaces the
             directories of the policy.
-        optimizer: One or several optimizers whose states are also offloaded. See
+        optimizer: One or several optimizers whose states are offloaded in addition to activations. See
             :func:`tba_offload.offload_optimizer`.
         tokens: Number of tokens of one micro-batch, or a function that returns this number for the arguments
             of the model's forward. The default is the number of elements of ``input_ids``. Without
@@ -92,7 +92,7 @@ def attach(
     Raises:
         ConfigError: The policy is invalid, or does not match the model. The error lists all problems.
         UnsupportedError: No layers were found, or the model cannot be offloaded.
-        StoreError: The store cannot be opened.
+        StoreError: The store for offloaded bytes cannot be opened.
 
     Warns:
         NoEffectWarning: A setting of the policy has no effect, or less effect than expected.
@@ -132,7 +132,7 @@ _LEFT_OUT = (
 
 
 def _find(chunks: list[nn.Module]) -> LayerStack:
-    """Return the layers of a model. Megatron names its layers; other models are searched for equal blocks."""
+    """Return the transformer layers of a Megatron model, or the equal blocks of another model."""
     if any(name.partition(".")[0] == "megatron" for name in sys.modules):
         from tba_offload.megatron.layers import find_stack, is_megatron
 

@@ -66,7 +66,7 @@ class ConfigError(TbaError, ValueError):
     def joined(cls, problems: Sequence[ConfigError]) -> ConfigError:
         """Return one error for several problems, sorted by line.
 
-        The attributes ``file`` and ``line`` are those of the first problem.
+        The error has the attributes ``file`` and ``line`` of the first problem.
         """
         first, *others = sorted(problems, key=lambda problem: problem.line or 0)
         if not others:
@@ -90,7 +90,7 @@ class NothingSavedWarning(NoEffectWarning):
 
 
 class UnsupportedError(TbaError, RuntimeError):
-    """The model or one of its settings cannot be combined with offloading."""
+    """The model or a setting of the model cannot be combined with offloading."""
 
 
 class MissingDependencyError(TbaError, ImportError):
@@ -98,8 +98,8 @@ class MissingDependencyError(TbaError, ImportError):
 
     Args:
         package: The missing package.
-        purpose: The feature that needs it.
-        extra: The extra of tba-offload that installs the package, if there is one.
+        purpose: The feature that needs the package.
+        extra: The extra of tba-offload that installs the package, if any.
     """
 
     def __init__(self, package: str, purpose: str, *, extra: str | None = None) -> None:
@@ -113,7 +113,7 @@ class SavedTensorModifiedError(TbaError, RuntimeError):
 
 
 class RecomputationError(TbaError, RuntimeError):
-    """A layer computed other results when backward ran the forward of the layer again."""
+    """The recomputation of a layer in backward gave other results than the layer's first forward."""
 
 
 class TransferError(TbaError, RuntimeError):
@@ -186,7 +186,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
     Args:
         message: The text of the warning.
-        category: The class of the warning.
+        category: The warning class.
     """
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _PASSED_OVER:

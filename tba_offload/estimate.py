@@ -96,9 +96,7 @@ def run_on_console(
             base = dry.model.get_memory_footprint() + sum(frozen) - sum(dry.frozen_bytes()) + 2 * gradients
             share = DeviceShare(int(FITTING * device_bytes), base, gradients)
             if share.left <= 0:
-                notes += (
-                    ["The frozen weights do not fit the device, so they are offloaded."] if frozen else []
-                )
+                notes += ["The frozen weights do not fit the device and are offloaded."] if frozen else []
                 share = replace(share, base_bytes=base - sum(frozen) + resident)
             if share.left <= 0:
                 raise ConfigError(f"no memory is left for activations: {share}. Choose a larger device")
@@ -226,7 +224,7 @@ def create(
     kind: Any = getattr(transformers, name, None)
     if kind is None or not name.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM")):
         known = 'a language model with one stack of layers, such as "architectures": ["LlamaForCausalLM"]'
-        raise UnsupportedError(f"the configuration names the class {name!r}. It must name {known}")
+        raise UnsupportedError(f"the configuration names the class {name!r}. The class must be {known}")
     if sequence > (most := _longest(found)):
         known = found.attribute_map.get("max_position_embeddings", "max_position_embeddings")
         raise ConfigError(f"--sequence {sequence}: {name} has {most} positions ({known}). Use at most {most}")
@@ -275,7 +273,7 @@ def _flops_of(function: Any, args: Any, kwargs: Any, output: object) -> int:
     """Return the FLOPs of an operation; 0 if PyTorch has no formula for it.
 
     PyTorch has no formula for attention on a CPU, so the formula for the GPU kernel is used. PyTorch has no
-    formula for grouped matrix products of experts, so the formula is here.
+    formula for grouped matrix products of experts, so this function has the formula.
     """
     name = getattr(getattr(function, "_overloadpacket", None), "__name__", "none").replace("_for_cpu", "")
     if name == "_grouped_mm":
@@ -302,7 +300,7 @@ class _Tier(Tier):
 
 
 class _Machine(Device):
-    """A simulated device and store that hold no data. The offloader uses one object as both.
+    """A simulated device and store that hold no data. The offloader uses one object as device and as store.
 
     Attributes:
         clock: Simulated time in seconds, with compute and waits for I/O.
@@ -418,7 +416,7 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the bytes of frozen weights in each layer. Without frozen weights, return an empty list.
 
         Args:
-            bits: Bits of an element, as bitsandbytes stores it. By default the data type of the model.
+            bits: Bits of an element in the format of bitsandbytes. By default the data type of the model.
         """
         # One fp32 number for each 64 elements scales 4-bit elements. The scales of 8-bit rows are small.
         wide = self.model.dtype.itemsize if bits is None else bits / 8 + (1 / 16 if bits == 4 else 0)

@@ -23,7 +23,7 @@ _BLANK = "\0"
 
 
 def visible(text: str) -> str:
-    r"""Escape all characters of a text that a terminal does not print as they are.
+    r"""Escape all characters of a text that a terminal interprets or does not show.
 
     Examples are ``\x1b`` and ``\u202e``. Names in files may contain sequences that move the cursor,
     incomplete characters, or changes of the writing direction.
@@ -113,7 +113,7 @@ def grouped(names: Sequence[str], alike: Sequence[Hashable]) -> list[LayerGroup]
 
     Args:
         names: Module name of each layer, in order.
-        alike: A value for each layer, such as the placement. The value is equal within a group.
+        alike: Value of each layer, such as the placement. All layers of a group have the same value.
     """
     parts = [_stack_and_number(name) for name in names]
     is_one_stack = len(dict(parts)) == 1
@@ -155,7 +155,7 @@ def _as_verb(placement: str) -> str:
 
 
 def _listed(groups: Sequence[LayerGroup]) -> str:
-    """Return the layer numbers of groups as text. For many groups, return only the count and the range."""
+    """Return the layer numbers of groups as text. For many groups, the text has only count and range."""
     count = sum(group.size for group in groups)
     if len(groups) > MANY_RANGES:
         return f"{count} layers from {groups[0].numbers} to {groups[-1].numbers}"

@@ -96,8 +96,8 @@ class Staying:
     """Selection of the tensors that stay in memory if a share of the bytes is offloaded.
 
     Each tensor is offloaded or kept as a whole, in the order of saving. After each tensor, the offloaded
-    bytes differ from the share by at most half of the largest tensor. So writes are spread evenly over the
-    forward pass.
+    bytes differ from the share by at most half of the largest tensor. Therefore, writes are spread evenly
+    over the forward pass.
 
     Args:
         percent: Percentage of the bytes that is offloaded.
@@ -110,7 +110,7 @@ class Staying:
         self._owed = 0  # in hundredths of bytes: bytes that should stay so far, minus bytes that stay
 
     def stays(self, nbytes: int) -> bool:
-        """Return True if the next tensor stays in memory. Tensors with ``nbytes=0`` do not count."""
+        """Return True if the next tensor stays in memory. A tensor with ``nbytes=0`` is ignored."""
         self._owed += self._percent * nbytes
         if not nbytes or self._owed <= 50 * nbytes:
             return False

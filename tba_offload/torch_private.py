@@ -1,8 +1,7 @@
 """All private names of PyTorch that tba-offload uses.
 
-Other files use only those private attributes of tensors, storages and modules that all releases have, such as
-``_version``. All names in this module exist in PyTorch 2.10 to 2.13. Comments describe differences between
-releases.
+Other files use only private attributes that all releases have, such as ``_version`` of tensors. All names in
+this module exist in PyTorch 2.10 to 2.13. Comments describe differences between releases.
 """
 
 from __future__ import annotations
@@ -94,8 +93,8 @@ def shares_version(probe: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Return True if two tensors share a version counter. A change of one tensor then changes both versions.
 
     Tensors that share a storage may have different counters, because ``.data`` and ``from_numpy`` create a
-    new counter. PyTorch has no function for this check, so the version of ``probe`` is increased and
-    restored. No Python code runs in between, so that no other thread sees the changed version.
+    new counter. PyTorch has no function that compares version counters, so the version of ``probe`` is
+    increased and restored. No Python code runs in between, so that no other thread sees the changed version.
     """
     version = probe._version
     if tensor._version != version:
@@ -118,14 +117,18 @@ def users_of(storage: torch.UntypedStorage) -> int:
 
 
 references_to: Callable[[torch.Tensor], int] = methodcaller("_use_count")
-"""Return the number of references to a tensor in C++: one for its Python object, and those of autograd."""
+"""Return the number of C++ references to a tensor: one from the Python object, and all references of
+autograd."""
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 tree_leaves = _pytree.tree_leaves
 
 
 def tensors_without_data() -> Any:
-    """Return a context manager under which new tensors have a shape but no memory. Their address is 0."""
+    """Return a context manager under which new tensors have a shape but no memory.
+
+    Tensors without memory have address 0.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode  # the import takes half a second
 
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -135,7 +138,8 @@ def tensors_without_data() -> Any:
 
 KeySet = _C.DispatchKeySet
 AFTER_BACKEND_SELECT = _C._dispatch_keyset_full_after(_C.DispatchKey.BackendSelect)
-"""Dispatcher keys below ``BackendSelect``. At this key, a function can be registered for any operation."""
+"""Dispatcher keys below ``BackendSelect``. A function can be registered for any operation at
+``AFTER_BACKEND_SELECT``."""
 
 sharing_versions = partial(_C._SetExcludeDispatchKeyGuard, _C.DispatchKey.ADInplaceOrView, False)  # noqa: FBT003
 """Return a context manager under which views share the version counter of their base, as in ordinary code."""
@@ -186,7 +190,7 @@ def not_traced(function: Function, *, nor_what_it_calls: bool = False) -> Functi
 
 
 def is_compiled(forward: object) -> bool:
-    """Return True if the compiler created this function."""
+    """Return True if the compiler created the function ``forward``."""
     return hasattr(forward, "_torchdynamo_orig_callable")
 
 

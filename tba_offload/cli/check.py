@@ -25,7 +25,10 @@ _LAYERS = re.compile(r"(?:(?P<stack>[^:\s]+):)?(?P<count>[1-9][0-9]{0,5})")
 def _stacks(
     _context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]
 ) -> dict[str | None, int]:
-    """Return the number of layers of each stack. Values are ``24``, or ``encoder:12`` and ``decoder:12``."""
+    """Return the number of layers of each stack.
+
+    An option value is ``24``, or a stack with a number such as ``encoder:12``.
+    """
     stacks: dict[str | None, int] = {}
     for value in values:
         match = _LAYERS.fullmatch(value)
@@ -52,9 +55,10 @@ def _stacks(
 def check(policy: Path, stacks: dict[str | None, int], *, as_json: bool) -> None:
     """Print the placements in a policy for a model of N layers, or all errors in the policy.
 
-    The output lists the placement of each layer with the rule that sets the placement. Optimizer states and
-    frozen weights follow, if the policy offloads them. Rules that match module names need the model, so these
-    rules are listed but not applied. The exit status is 1 if the policy has an error.
+    The output lists the placement of each layer with the rule that sets the placement. If the policy offloads
+    optimizer states or frozen weights, the output also lists their placements. Rules that match module names
+    need the model, so these rules are listed but not applied. The exit status is 1 if the policy has an
+    error.
     """
     from tba_offload.config import load_config
     from tba_offload.config.policy import LayerId, with_depths

@@ -31,10 +31,10 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 )
 @click.option("--steps", type=click.IntRange(min=8), help="Steps per strategy.  [default: 8, on a GPU 20]")
 @click.option(
-    "--dtype", type=click.Choice(["auto", "bf16", "fp32"]), default="auto", help="auto is the faster dtype."
+    "--dtype", type=click.Choice(["auto", "bf16", "fp32"]), default="auto", help="auto: the faster dtype."
 )
 @click.option(
-    "--directory", "directories", type=_FOLDER, multiple=True, help="Store directory. Repeat for each drive."
+    "--directory", "directories", type=_FOLDER, multiple=True, help="Store directory, one on each drive."
 )
 @click.option("--window", help="In-flight window at the smallest batch size.  [default: from the model]")
 @click.option("--policy", type=click.Path(path_type=Path), help="Policy file of the offload run, or auto.")
@@ -46,7 +46,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
     "--states",
     type=click.Choice(["keep", "offload", "auto", "backward"]),
     default="keep",
-    help="Add a strategy that also offloads optimizer states. backward updates parameters during backward.",
+    help="Add a strategy that also offloads optimizer states; backward also updates parameters in backward.",
 )
 @click.option("--control", is_flag=True, help="Train 'keep' twice, to show how much step times vary.")
 @click.option("--time-limit", metavar="MINUTES", type=float, default=10, show_default=True)

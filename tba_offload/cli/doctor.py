@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 @click.option("--bench", is_flag=True, help="Also measure several block sizes and numbers of threads.")
 @JSON
 def doctor(directories: tuple[Path, ...], *, bench: bool, as_json: bool) -> None:
-    """Print the I/O path of each directory and the reason for this path, the speed of the drive, and advice.
+    """Print the I/O path of each directory, the reason for the path, the speed of the drive, and advice.
 
     DIR is a directory on a drive. The default is the directory for temporary files. The command measures the
     I/O path that store.kind: auto selects, with 64 MiB for about a second. With --bench, the command measures
     each directory for about 15 seconds more, with up to half a GiB. The result of --bench shows good values
-    of store.readers, store.writers and min_tensor_bytes for the drive. The command deletes all its files. The
-    exit status is 1 if a directory cannot be used.
+    of store.readers, store.writers and min_tensor_bytes for the drive. The command deletes all files that it
+    writes. The exit status is 1 if a directory cannot be used.
     """
     from tba_offload.device import default_device
     from tba_offload.store.doctor import examine, lines

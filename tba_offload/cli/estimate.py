@@ -21,7 +21,7 @@ def _flops(_context: click.Context, _parameter: click.Parameter, text: str) -> f
 
 
 @click.command()
-@click.option("--config", type=click.Path(exists=True), help="A config.json of transformers, or its folder.")
+@click.option("--config", type=click.Path(exists=True), help="Path of a config.json, or of its folder.")
 @click.option("--layers", "num_hidden_layers", type=_COUNT, help="Layer count of a Llama, without --config.")
 @click.option("--hidden", "hidden_size", type=_COUNT, help="Hidden size of the Llama model.")
 @click.option("--heads", "num_attention_heads", type=_COUNT, help="Attention heads of the Llama model.")
@@ -54,9 +54,9 @@ def estimate(*, host_capacity: int | None, **options: Any) -> None:
     --device-bytes, the last row of the table is the fastest plan that fits the device.
 
     For each placement, the output has the activation peak, the step time, the bytes written and the life of
-    the drives. The column 'drives need' is the rate at which drives write all these bytes during forward. A
-    step writes fewer bytes if backward still finds some activations in memory. The last line names the
-    sequence lengths at which the writes of recompute-offload do not delay training.
+    the drives. The column 'Drives need' has the rate at which drives can write all bytes of a step during
+    forward. A step writes fewer bytes if backward still finds some activations in memory. The last line names
+    the sequence lengths at which the writes of recompute-offload do not delay training.
 
     The model is a language model of transformers with one stack of layers. The model runs steps on tensors
     without data. The rates of host memory are measured on this machine. Kernels are also those of this

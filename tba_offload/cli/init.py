@@ -36,7 +36,9 @@ _POLICY = Path(__file__).with_name("policy.yaml")
 @FORCE
 @JSON
 def init(directories: tuple[Path, ...], output: Path, *, force: bool, as_json: bool) -> None:
-    """Write a policy file with comments for the drives of this machine. The policy fits the device ("fit").
+    """Write a policy file with comments for the drives of this machine.
+
+    With the policy, training fits the device ("fit").
 
     DIR is a directory on a drive. Name one directory for each drive. Without DIR, the policy names each
     mounted NVMe drive on which you may write. Without NVMe drives, the policy names the directory for

@@ -30,9 +30,9 @@ def _output(what: str, **more: Any) -> Callable[[FC], FC]:
 @_RUN
 @JSON
 def why(run: Path, *, as_json: bool) -> None:
-    """Print what holds memory at the peak, and the one change that lowers the peak most.
+    """Print the holders of memory at the peak, and the one change that lowers the peak most.
 
-    The output names the phase and the layer of the memory peak, the holders of memory in this phase, and the
+    The output names the phase and the layer of the memory peak, the holders of memory in the phase, and the
     planned and measured peaks. In a run with several ranks, the command uses the rank with the highest peak.
     """
     from tba_offload.report import text
@@ -47,7 +47,7 @@ def why(run: Path, *, as_json: bool) -> None:
 
 @click.command()
 @_RUNS
-@_output("Draw the ROK curve as .svg or .png. You can repeat this option.", multiple=True)
+@_output("Draw the ROK curve as .svg or .png. The option can be repeated.", multiple=True)
 @click.option("--csv", "csv_file", metavar="FILE|-", help="Write the points as CSV. With -, print only CSV.")
 @JSON
 @click.option(
@@ -94,10 +94,10 @@ def rok(
     "--device-bytes",
     callback=size,
     metavar="SIZE",
-    help="Limit of all bytes on the device, such as 70GiB. Use this option instead of --budget.",
+    help="Limit of all bytes on the device, such as 70GiB, in place of --budget.",
 )
-@click.option("--layers", type=click.IntRange(1, 10_000), help="Plan for a model with this number of layers.")
-@click.option("--drives", type=click.FloatRange(0.1), default=1, help="Plan for a multiple of the drives.")
+@click.option("--layers", type=click.IntRange(1, 10_000), help="Number of layers of the planned model.")
+@click.option("--drives", type=click.FloatRange(0.1), default=1, help="Plan for this many times the drives.")
 @rates
 @RATED
 @_output("Write the plan as a policy file.")
@@ -119,8 +119,8 @@ def plan(
 
     The command reads the run log of one process. The output has the best plan for each of several budgets,
     and the plan for --budget. Without --budget, the plan has the lowest peak at which training never waits
-    for drives and a step takes no longer than with keep. If this peak is almost as high as with keep, the
-    plan keeps all layers.
+    for drives and a step takes no longer than with keep. If the lowest peak is almost as high as with keep,
+    the plan keeps all layers.
 
     By default, plans use the drive rates in the run log. The options --write and --read, or --dir, replace
     these rates. A run that kept all layers did not use the drives, so its run log needs --write and --read,
@@ -153,7 +153,7 @@ def plan(
 
 @click.command()
 @_RUN
-@_output("Write a picture (.svg, .png) or a trace (.json). You can repeat this option.", multiple=True)
+@_output("Write a picture (.svg, .png) or a trace (.json). The option can be repeated.", multiple=True)
 @click.option(
     "--step", type=click.IntRange(min=1), metavar="N", help="Number of the step to draw.  [default: the last]"
 )

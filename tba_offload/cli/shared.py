@@ -70,7 +70,10 @@ def rates(command: FC) -> FC:
 
 
 def bandwidth_of(options: dict[str, Any]) -> Bandwidth | None:
-    """Remove the options for drive rates from ``options``. Return the rates, or ``None`` without options."""
+    """Remove the options for drive rates from ``options``.
+
+    Return the rates, or ``None`` without rate options.
+    """
     from tba_offload.planner.model import Bandwidth
 
     write, read, place = (options.pop(name) for name in ("write", "read", "place"))
@@ -80,7 +83,7 @@ def bandwidth_of(options: dict[str, Any]) -> Bandwidth | None:
 
 
 def with_host_memory(drives: Bandwidth, capacity: int) -> Bandwidth:
-    """Return the given rates of drives together with the rates of host memory, which are measured."""
+    """Return the rates of drives, with measured rates of host memory added."""
     from tba_offload.planner.model import Bandwidth
 
     host = Bandwidth(*_measured(kind="host", capacity=64 << 20), capacity)

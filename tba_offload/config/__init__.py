@@ -42,8 +42,8 @@ class BudgetConfig:
     """Hard limits in bytes. A limit is a whole number of bytes, or text with a unit. 0 means no limit."""
 
     activation_bytes: values.Limit = None
-    """Upper limit of the activation peak of attached layers. Plans for ``auto`` layers keep this limit even
-    if the drive is slow. The in-flight window is never larger than ``activation_bytes``."""
+    """Upper limit of the activation peak of attached layers. Plans for ``auto`` layers keep the limit even if
+    the drive is slow. The in-flight window is never larger than ``activation_bytes``."""
 
     device_bytes: values.Limit = None
     """Upper limit of all weights, gradients, activations and optimizer states on the device, in forward and
@@ -52,9 +52,9 @@ class BudgetConfig:
 
     in_flight_bytes: values.Window = None
     """Size of the in-flight window. The window limits the bytes that are being written, plus the bytes that
-    were read back before backward needs them. The default size is 256MiB in the first step. In later steps,
-    the default size is an eighth of the bytes that a step saves, at most 256MiB, but at least the largest
-    saved storage. 0 means no limit."""
+    were read back in advance. The default size is 256MiB in the first step. In later steps, the default size
+    is an eighth of the bytes that a step saves, at most 256MiB, but at least the largest saved storage. 0
+    means no limit."""
 
     objective: Objective | None = None
     """Goal of the planner for ``auto`` layers: the shortest step (``time``), or the lowest peak without waits
@@ -94,7 +94,8 @@ class StoreConfig:
 
     host_capacity: values.Capacity = None
     """Bytes of host memory for activations, in addition to the drives. On a GPU, opening the store pins all
-    this memory. This setting is not allowed with kind ``host``. By default 0: no host memory is used."""
+    ``host_capacity`` bytes. ``host_capacity`` is not allowed with kind ``host``. By default 0: no host memory
+    is used."""
 
     order: values.Order | None = None
     """Order in which host memory and drives are used, if host_capacity is set. ``[host, drive]`` fills host
@@ -102,8 +103,8 @@ class StoreConfig:
     or cannot write in time. By default ``[host, drive]``."""
 
     write_bytes_per_day: values.Limit = None
-    """Upper limit of the activation bytes that one process writes to the drives in a day of continuous steps.
-    Plans for ``auto`` layers keep this limit. By default, or with 0, there is no limit."""
+    """Upper limit of the activation bytes that one process writes to the drives in a day of training without
+    pauses. Plans for ``auto`` layers keep the limit. By default, or with 0, there is no limit."""
 
     checksum: StrictBool = True
     """Whether a checksum compares the bytes of each read with the bytes that were written. Without checksums,
@@ -111,8 +112,8 @@ class StoreConfig:
 
     stall_seconds: values.Seconds = values.STALL_SECONDS
     """Time limit in seconds for a transfer without progress. After a tenth of the limit, a warning names the
-    drive. After the whole limit, the step fails. 0 disables the warning and the failure. By default 300. Set
-    a smaller limit than the timeout of collective operations, which is ten minutes by default."""
+    drive. After the whole limit, the step fails. The value 0 disables the warning and the failure. By default
+    300. Set a smaller limit than the timeout of collective operations, which is ten minutes by default."""
 
     readers: values.Threads = None
     """Number of reading threads for each directory. By default one on a machine with at most two cores, else
@@ -139,8 +140,8 @@ _ON_CPU, _ON_ACCELERATOR = 64 * 2**20, 256 * 2**20
 """Default bytes of a sub-group of optimizer states.
 
 Each kernel launch on an accelerator has a delay, so large sub-groups are faster. On an H200, an update in
-sub-groups of 64 MiB takes 1.6 times as long as in sub-groups of 256 MiB. A step with ``when: backward`` takes
-1.4 times as long.
+sub-groups of 64 MiB takes 1.6 times as long as in sub-groups of 256 MiB. With 64 MiB, a step with ``when:
+backward`` takes 1.4 times as long as with 256 MiB.
 """
 
 
@@ -153,9 +154,9 @@ class StatesConfig:
     sub-groups as ``budget.device_bytes`` requires."""
 
     sub_group_bytes: values.Capacity = None
-    """Bytes of states in a sub-group, which is read and written as a whole. Memory for three sub-groups stays
-    on the device. A parameter that cannot be split may need a larger sub-group. By default 64MiB on a CPU and
-    256MiB on other devices."""
+    """Size of a sub-group of states in bytes. A sub-group is read and written as a whole. Memory for three
+    sub-groups stays on the device. A parameter that cannot be split may need a larger sub-group. By default
+    64MiB on a CPU and 256MiB on other devices."""
 
     trust: StrictBool = False
     """Whether to accept an optimizer of an unknown class. Set ``true`` only if the optimizer updates each
@@ -169,18 +170,18 @@ class StatesConfig:
     and gradient scalers raise an error."""
 
     micro_batches: values.Passes = 1
-    """Number of backward passes between two optimizer steps, with ``when: backward``. The last of these
-    passes updates the parameters. One more backward pass before ``step()`` raises an error."""
+    """Number of backward passes between two optimizer steps, with ``when: backward``. The last backward pass
+    before a step updates the parameters. One more backward pass before ``step()`` raises an error."""
 
     masters: Literal["keep", "offload"] = "offload"
-    """Placement of Megatron-LM's fp32 copies of 16-bit parameters: ``offload`` them with the states, or
-    ``keep`` them in memory."""
+    """Placement of Megatron-LM's fp32 copies of 16-bit parameters. ``offload`` offloads the copies with the
+    states, and ``keep`` keeps the copies in memory."""
 
     update: Literal["device", "host", "auto"] = "device"
     """Place of the updates. ``device`` updates on the device, ``host`` updates on the CPU with states in host
     memory, and ``auto`` updates on both at the same time. The CPU may round differently, so with ``host`` or
     ``auto`` parameters may differ from plain training in some bits. With ``auto``, parameters may also differ
-    between runs. This setting is experimental. Without an accelerator, this setting has no effect."""
+    between runs. ``host`` and ``auto`` are experimental. Without an accelerator, ``update`` has no effect."""
 
     def __post_init__(self) -> None:
         in_backward = self.when == "backward"
@@ -211,7 +212,7 @@ class WeightsConfig:
 
     @property
     def percent(self) -> int:
-        """Percentage of the frozen weights' bytes that are offloaded."""
+        """Percentage of the bytes of frozen weights that is offloaded."""
         if self.frozen.endswith("%"):
             return int(self.frozen.removeprefix("offload-")[:-1])
         return 0 if self.frozen == "keep" else 100
@@ -266,7 +267,7 @@ class OffloadConfig:
 
     @property
     def frozen_percent(self) -> int:
-        """Percentage of the frozen weights' bytes that are offloaded."""
+        """Percentage of the bytes of frozen weights that is offloaded."""
         return 0 if self.weights is None else self.weights.percent
 
     @classmethod
@@ -274,9 +275,9 @@ class OffloadConfig:
         """Read a configuration from YAML text. Empty text gives the default configuration.
 
         Args:
-            text: One YAML document.
+            text: The YAML text, which has one document.
             file: Name of the YAML file, for error messages.
-            layers: The layers of all ranks. With ``layers``, a rule without effect on these layers is also an
+            layers: The layers of all ranks. If given, a rule without effect on all these layers is also an
                 error.
 
         Raises:
@@ -290,7 +291,7 @@ class OffloadConfig:
 
         Args:
             document: The settings. A size is a whole number of bytes, or text with a unit.
-            layers: The layers of all ranks. With ``layers``, a rule without effect on these layers is also an
+            layers: The layers of all ranks. If given, a rule without effect on all these layers is also an
                 error.
 
         Raises:
@@ -346,14 +347,14 @@ def _checked(read: Callable[[], Any], layers: Layers, file: str | None = None) -
     """Return the configuration of a document.
 
     Raises:
-        ConfigError: The document is invalid. The error lists all problems. Rules are matched with layers only
-            if all rules are legal.
+        ConfigError: The document is invalid. The error lists all problems. Rules are matched with the layers
+            only if all rules are legal.
     """
     config = None
     try:
         document, source, errors = read()
     except RecursionError:
-        raise ConfigError("the policy cannot be read: it is nested too deeply", file=file) from None
+        raise ConfigError("the nesting of the policy is too deep", file=file) from None
     try:
         config = _ADAPTER.validate_python(document, context=source)
     except ValidationError as error:
@@ -382,7 +383,8 @@ ConfigLike = OffloadConfig | Mapping[str, object] | str | os.PathLike[str] | Non
 """Types of a policy argument: a word, the path of a YAML file, YAML text, a dict, or a configuration."""
 
 FIT = "fit"
-"""Word that sets all layers to ``auto`` without a budget. Plans then fit nine tenths of the device memory."""
+"""Word that sets all layers to ``auto`` without a budget. With this word, plans fit nine tenths of the device
+memory."""
 
 
 def read_config(config: ConfigLike, *, layers: Layers = None) -> OffloadConfig:
@@ -391,8 +393,7 @@ def read_config(config: ConfigLike, *, layers: Layers = None) -> OffloadConfig:
     Args:
         config: ``"fit"``, a placement, the path of a YAML file, YAML text, a dict of settings, or a
             configuration. ``None`` means ``"fit"``.
-        layers: The layers of all ranks. With ``layers``, a rule without effect on these layers is also an
-            error.
+        layers: The layers of all ranks. If given, a rule without effect on all these layers is also an error.
 
     Raises:
         ConfigError: The policy is invalid. The error lists all problems.
@@ -430,7 +431,7 @@ def _read_text(text: str, layers: Layers) -> OffloadConfig:
 
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-"""One directory, or one for each drive."""
+"""Type of the argument for one directory, or for one directory on each drive."""
 
 
 def with_directories(config: OffloadConfig, directories: Paths | None) -> OffloadConfig:
@@ -438,7 +439,7 @@ def with_directories(config: OffloadConfig, directories: Paths | None) -> Offloa
 
     Args:
         config: The configuration.
-        directories: One path, or one for each drive.
+        directories: One path, or one path for each drive.
 
     Raises:
         ConfigError: The list is empty, or a directory cannot be used.
@@ -457,8 +458,7 @@ def load_config(path: str | Path, *, layers: Layers = None) -> OffloadConfig:
 
     Args:
         path: The file.
-        layers: The layers of all ranks. With ``layers``, a rule without effect on these layers is also an
-            error.
+        layers: The layers of all ranks. If given, a rule without effect on all these layers is also an error.
 
     Raises:
         ConfigError: The file cannot be read, or the policy is invalid. The message lists each problem with

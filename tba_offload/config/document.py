@@ -220,10 +220,7 @@ def errors_of(error: ValidationError, root: type, source: Source) -> list[Config
 
 
 def _path(found: ErrorDetails, root: type) -> Keys:
-    """Return the path of a setting in the policy.
-
-    Pydantic numbers positional arguments, so replace the numbers by names.
-    """
+    """Return the path of a setting. The names of positional arguments replace the numbers of pydantic."""
     path = found["loc"]
     if path and isinstance(path[0], int):
         path = (*_legal_keys(root)[path[0] : path[0] + 1], *path[1:])

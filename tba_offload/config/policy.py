@@ -9,9 +9,9 @@ A ``match`` has one of three forms:
 * **a name**, or a glob over names: ``"decoder.layers.2?"``, ``"*.layers.1*"``.
 
 A match with a colon selects numbers within a stack. A match of digits, commas, hyphens, spaces and ``last``
-selects layer numbers. Any other match is a name. If the whole name of a module is a number, match the module
-by its layer number, or by the glob ``"[3]"``. :func:`fnmatch.fnmatchcase` compares globs: a glob must match
-the whole module name, case matters, and ``*`` also matches dots.
+selects layer numbers. Any other match is a name. A module whose whole name is a number matches by layer
+number, or by a glob such as ``"[3]"``. :func:`fnmatch.fnmatchcase` compares globs: a glob must match the
+whole module name, case matters, and ``*`` also matches dots.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def with_depths(layers: Iterable[LayerId], everywhere: Iterable[LayerId]) -> lis
     """Return the layers with the depths of their stacks. Matches such as ``last 2`` need the depths.
 
     Args:
-        layers: The layers whose depths are set.
+        layers: The layers to return with depths.
         everywhere: The layers of all ranks.
     """
     depths: dict[str | None, int] = {}
@@ -166,7 +166,7 @@ def _match(value: object) -> str:
 
 @settings("layers")
 class Rule:
-    """A rule of a policy, which sets the placement of the layers that match.
+    """Rule of a policy, which sets the placement of all layers that match the rule.
 
     Raises:
         ConfigError: The match does not have a legal form, or the placement is unknown.
@@ -222,7 +222,7 @@ class Policy:
 
         Raises:
             ConfigError: A rule matches no layer, has no effect because of earlier rules, or names no stack in
-                a model with several stacks. The error lists all these rules.
+                a model with several stacks. The error lists all invalid rules.
         """
         everywhere = layers if everywhere is None else everywhere
         if problems := self.problems(everywhere):
@@ -231,7 +231,7 @@ class Policy:
         return {index: self.explain(layer)[0] for index, layer in enumerate(known)}
 
     def explain(self, layer: LayerId) -> tuple[Placement, str]:
-        """Return the placement of a layer, and the rule that sets the placement or ``default``."""
+        """Return the placement of a layer, and the origin of the placement: a rule, or ``default``."""
         for rule in self.rules:
             if rule.matches(layer):
                 return rule.placement, f"rule {rule}"
@@ -264,7 +264,7 @@ class Policy:
         return found
 
     def placements(self, everywhere: Sequence[LayerId]) -> set[Placement]:
-        """Return the placements of all layers, and those of rules that need unknown module names."""
+        """Return the placements of all layers, and of all rules that need unknown module names."""
         known = with_depths(everywhere, everywhere)
         rules = self.unjudged(everywhere)
         return {self.explain(layer)[0] for layer in known} | {rule.placement for rule in rules}

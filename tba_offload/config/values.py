@@ -17,7 +17,7 @@ from tba_offload.formatting import quoted
 from tba_offload.placements import Placement, names
 
 KINDS = ["auto", "gds", "file", "host"]
-"""Known store kinds. The function :func:`tba_offload.store.register_kind` appends other kinds."""
+"""Known store kinds. :func:`tba_offload.store.register_kind` appends kinds to this list."""
 
 STALL_SECONDS = 300.0
 """Default of ``store.stall_seconds``: seconds without progress after which a transfer fails."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class LightningHooks:
     """Hooks that attach offloading to the model of a Lightning ``Trainer`` during ``fit``.
 
-    The activation peak in GiB and the stall in seconds of each step are logged with the module's
+    The hooks log the activation peak in GiB and the stall in seconds of each step with the module's
     ``log_dict``.
 
     Args:

@@ -32,8 +32,8 @@ class Training:
     """A session that is open from the start to the end of a training.
 
     Args:
-        config: See :func:`tba_offload.attach`.
-        run_log: See :func:`tba_offload.attach`.
+        config: Argument of :func:`tba_offload.attach`.
+        run_log: Argument of :func:`tba_offload.attach`.
         options: More arguments for :func:`tba_offload.attach`.
 
     Attributes:
@@ -67,8 +67,8 @@ class Training:
             model: The model to attach.
             optimizers: The optimizers of the model. If the policy has ``states``, the optimizers' states are
                 offloaded.
-            batch_size: Number of sequences in a step, for the run log. An option ``model_info`` replaces this
-                number.
+            batch_size: Number of sequences in a step, for the run log. An option ``model_info`` replaces
+                ``batch_size``.
         """
         self.end()
         left = session_of(model)
@@ -109,7 +109,10 @@ class Training:
             self.session.__exit__(None if error is None else type(error), error, None)
 
     def news(self) -> dict[str, float]:
-        """Return the activation peak and the stall of the last step, once for each step."""
+        """Return the activation peak and the stall of the last step.
+
+        For each step, return these figures once.
+        """
         last = self.session.last if self.session is not None else None
         if last is None or last.step == self._reported:
             return {}

@@ -1,7 +1,7 @@
 """Flags for Megatron-LM's training scripts, in one argparse group.
 
-All flags begin with ``--tba-`` and override the policy file. Any of these flags switches offloading on. If a
-setting of Megatron is incompatible with offloading, the command line is refused before a process group
+All flags begin with ``--tba-`` and override the policy file. Any of these flags switches offloading on. A
+command line with a Megatron setting that is incompatible with offloading is refused before a process group
 exists.
 """
 
@@ -24,31 +24,31 @@ _SWITCH = {"action": argparse.BooleanOptionalAction, "default": None}
 _STATES = {"choices": ("keep", "offload")}
 
 _FLAGS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
-    ("policy", "", _FILE, "Policy in YAML."),
-    ("placement", "default", {"metavar": "WORD"}, "The word fit, or the placement of layers without a rule."),
-    ("directory", "store.directories", _DIRECTORIES, "One directory for each drive, shared by the ranks."),
+    ("policy", "", _FILE, "Policy file in YAML."),
+    ("placement", "default", {"metavar": "WORD"}, "Placement of layers without a rule, or the word fit."),
+    ("directory", "store.directories", _DIRECTORIES, "Store directories, one for each drive of a node."),
     ("activation-bytes", "budget.activation_bytes", _SIZE, "Largest activation peak, such as 12GiB."),
-    ("device-bytes", "budget.device_bytes", _SIZE, "Memory limit of each rank's device, with weights."),
+    ("device-bytes", "budget.device_bytes", _SIZE, "Limit of all memory on each rank's device."),
     ("in-flight-bytes", "budget.in_flight_bytes", _SIZE, "Size of the in-flight window, such as 1GiB."),
     ("objective", "budget.objective", {"metavar": "GOAL"}, "Goal of the planner: time or memory."),
     ("store", "store.kind", {"metavar": "KIND"}, "Kind of store: auto, gds, file or host."),
-    ("host-capacity", "store.host_capacity", _SIZE, "Host memory that fills up before the drives."),
-    ("checksum", "store.checksum", _SWITCH, "Compare the checksums of reads and writes (default)."),
-    ("optimizer-states", "states", _STATES, "Whether optimizer states are offloaded between updates."),
-    ("run-log", "", _FILE, "Run log. Each rank has its own: run.rank0.jsonl and so on."),
-    ("trace-steps", "", _STEPS, "Numbers of steps, from 1, with a timeline."),
+    ("host-capacity", "store.host_capacity", _SIZE, "Host memory to fill before the drives."),
+    ("checksum", "store.checksum", _SWITCH, "Check reads with a checksum (default)."),
+    ("optimizer-states", "states", _STATES, "Placement of optimizer states between updates."),
+    ("run-log", "", _FILE, "Run log. Ranks write run.rank0.jsonl and so on."),
+    ("trace-steps", "", _STEPS, "Numbers of steps, from 1, to record as timelines."),
 )
-"""The flags. Each has a name, the setting that it overrides, its options for argparse, and its help."""
+"""The flags: name, setting of the policy, options for argparse, and help text of each flag."""
 
 
 class Conflict(NamedTuple):
-    """A setting of Megatron that is incompatible with offloading.
+    """Setting of Megatron that is incompatible with offloading.
 
     Attributes:
-        flag: The flag. If only one value is incompatible, this includes the value.
-        why: The reason.
-        allowed: Values that are compatible.
-        instead: Another remedy than removing the flag.
+        flag: Flag of Megatron, with the value if only one value is incompatible.
+        why: Reason of the incompatibility.
+        allowed: Values of the flag that are compatible with offloading.
+        instead: Remedy besides removing the flag.
     """
 
     flag: str
@@ -58,7 +58,7 @@ class Conflict(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Attribute of Megatron's arguments. It is missing in releases without the setting."""
+        """Attribute of Megatron's arguments, which releases without the setting do not have."""
         return self.flag.partition(" ")[0].removeprefix("--").replace("-", "_")
 
     def is_in_the_way(self, arguments: argparse.Namespace) -> bool:
@@ -67,14 +67,14 @@ class Conflict(NamedTuple):
         return bool(value) and value not in self.allowed
 
 
-_SAME_ACTIVATIONS, _SAME_STATES = "it also offloads activations", "it also offloads states"
+_SAME_ACTIVATIONS, _SAME_STATES = "the flag also offloads activations", "the flag also offloads states"
 _GRAPH = "a CUDA graph needs activations at fixed addresses"
-_OUTSIDE = "it uses activations outside of backward"
-_FSDP = "it is not supported yet"
+_OUTSIDE = "the flag makes Megatron use activations outside of backward"
+_FSDP = "FSDP in Megatron is not supported yet"
 _KEEP_MASTERS = "set states.masters to 'keep' in the policy"
 
 CONFLICTS = (
-    Conflict("--distribute-saved-activations", "it spreads the inputs of recomputed layers over ranks"),
+    Conflict("--distribute-saved-activations", "the flag spreads inputs of recomputed layers over ranks"),
     Conflict("--cpu-offloading", _SAME_ACTIVATIONS),
     Conflict("--cpu-offloading-num-layers", _SAME_ACTIVATIONS),
     Conflict("--fine-grained-activation-offloading", _SAME_ACTIVATIONS),
@@ -84,17 +84,17 @@ CONFLICTS = (
     Conflict("--cuda-graph-impl", _GRAPH),
     Conflict(
         "--overlap-moe-expert-parallel-comm",
-        "it runs layers in pieces that belong to different micro-batches",
+        "the flag runs parts of layers for different micro-batches in turn",
     ),
     Conflict("--overlap-dispatch-backward-with-experts-wgrad", _OUTSIDE),
     Conflict("--delay-wgrad-compute", _OUTSIDE),
-    Conflict("--yaml-cfg", "it makes Megatron ignore the command line, including the flags of tba-offload"),
+    Conflict("--yaml-cfg", "the flag makes Megatron ignore all other flags, also the --tba- flags"),
     Conflict("--use-megatron-fsdp", _FSDP),
     Conflict("--use-torch-fsdp2", _FSDP),
 )
 
 STATES_CONFLICTS = (
-    Conflict("--use-precision-aware-optimizer", "it keeps states in its own format"),
+    Conflict("--use-precision-aware-optimizer", "this optimizer keeps states in another format"),
     Conflict("--optimizer-cpu-offload", _SAME_STATES),
     Conflict("--offload-optimizer-states", _SAME_STATES),
     Conflict("--rl-offload-optimizer-during-inference", _SAME_STATES),
@@ -104,16 +104,16 @@ STATES_CONFLICTS = (
 """Settings that are incompatible with offloaded optimizer states."""
 
 MASTERS_CONFLICTS = (
-    Conflict("--log-params-norm", "it computes with all masters at the same time", instead=_KEEP_MASTERS),
-    Conflict("--qk-clip", "it changes masters after the update", instead=_KEEP_MASTERS),
+    Conflict("--log-params-norm", "the norm needs all masters at the same time", instead=_KEEP_MASTERS),
+    Conflict("--qk-clip", "the flag changes masters after the update", instead=_KEEP_MASTERS),
 )
 """Settings that are incompatible with offloaded masters."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags to Megatron's parser, and a check for incompatible settings.
+    """Add the flags to Megatron's parser, with a check for incompatible settings.
 
-    If a parser already has the flags, it is not changed.
+    A parser that already has the flags is not changed.
     """
     if "--tba-policy" in parser._option_string_actions:
         return parser
@@ -142,15 +142,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def is_on(arguments: argparse.Namespace) -> bool:
-    """Return True if any of the flags was given."""
+    """Return True if at least one ``--tba-`` flag was given."""
     return any(value is not None for name, value in vars(arguments).items() if name.startswith("tba_"))
 
 
 def config_of(arguments: argparse.Namespace) -> OffloadConfig:
-    """Return the configuration of the policy file and the flags.
+    """Return the configuration that results from the policy file and the flags.
 
     Raises:
-        ConfigError: The file or a flag is wrong.
+        ConfigError: The policy file or a flag is invalid.
     """
     config = OffloadConfig() if arguments.tba_policy is None else load_config(Path(arguments.tba_policy))
     given: dict[str, dict[str, Any]] = {"budget": {}, "store": {}}
@@ -175,15 +175,15 @@ def config_of(arguments: argparse.Namespace) -> OffloadConfig:
 
 
 def refuse_conflicts(arguments: argparse.Namespace, config: OffloadConfig) -> None:
-    """Check directories and Megatron's own settings.
+    """Check the store directories and the settings of Megatron.
 
     Args:
-        arguments: All arguments.
+        arguments: All arguments of the training script.
         config: The configuration of the flags and the policy.
 
     Raises:
-        ConfigError: A setting is incompatible with offloading. The message names its flag.
-        StoreError: A directory is missing or not accessible.
+        ConfigError: A setting of Megatron is incompatible with offloading. The message names the flag.
+        StoreError: A store directory is missing or not accessible.
     """
     for directory in map(str, config.store.directories):
         check_directory(directory)
@@ -199,10 +199,7 @@ def refuse_conflicts(arguments: argparse.Namespace, config: OffloadConfig) -> No
 
 
 def _make_help_printable(parser: argparse.ArgumentParser) -> None:
-    """Escape per cent signs.
-
-    A help text of Megatron-LM 0.19 has an unescaped sign, on which argparse fails.
-    """
+    """Escape percent signs. argparse fails on a percent sign in a help text of Megatron-LM 0.19."""
     formatter = parser._get_formatter()
     for action in parser._actions:
         if action.help:

@@ -1,11 +1,11 @@
-"""A launcher that runs an unmodified Megatron-LM training script with offloading.
+"""Launcher that runs an unmodified Megatron-LM training script with offloading.
 
 ::
 
     torchrun --nproc-per-node 8 -m tba_offload.megatron.launch pretrain_gpt.py ... --tba-policy policy.yaml
 
-``tba-offload launch pretrain_gpt.py ...`` does the same for one process. Megatron is imported from the
-checkout that contains the script.
+``tba-offload launch pretrain_gpt.py ...`` does the same for one process. The launcher imports Megatron from
+the checkout that contains the script.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CPU = "--cpu"
-"""Option for tests: train on the CPU with gloo. It must be the first argument."""
+"""Option to train on the CPU with gloo, for tests. This option must be the first argument."""
 
 _REMEDIES = dict.fromkeys(("psutil", "regex", "six", "tensorboard"), "'tba-offload[scripts]'") | {
     "triton": "triton"
 }
-"""Packages that the scripts of some releases import, and how to install them."""
+"""Packages that scripts of some releases import, with the argument for ``pip install``."""
 
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-"""Environment variables of a single process. For several processes, torchrun sets these variables."""
+"""Environment variables for a single process. For several processes, torchrun sets these variables."""
 
 
 def prepare(arguments: Sequence[str]) -> Path:
-    """Prepare this process for a script and its arguments. :func:`run` then runs the script.
+    """Prepare the process for a training script. After this function, :func:`run` runs the script.
 
     Args:
-        arguments: Optionally ``--cpu``, then the script and its arguments.
+        arguments: Path of the script and its arguments, optionally after ``--cpu``.
 
     Returns:
-        The path of the script.
+        Path of the script.
 
     Raises:
         ConfigError: The script does not exist.
         MissingDependencyError: megatron-core is not installed.
-        UnsupportedError: ``megatron.training`` or a module that it imports is missing, or ``--cpu`` is used
-            although there is a GPU.
+        UnsupportedError: ``megatron.training`` or a module that ``megatron.training`` imports is missing, or
+            ``--cpu`` is used on a machine with a GPU.
     """
     if "RANK" not in os.environ:
         os.environ.update({name: os.environ.get(name, value) for name, value in _ALONE.items()})
@@ -69,7 +69,7 @@ def enter(arguments: Sequence[str]) -> Path:
     """Set ``sys.argv`` and ``sys.path`` for a script and its arguments.
 
     Returns:
-        The path of the script.
+        Path of the script.
 
     Raises:
         ConfigError: The script does not exist.
@@ -94,7 +94,7 @@ def _why_missing(module: str, script: Path) -> TbaError:
         return MissingDependencyError("megatron-core", f"{script.name}: megatron.training", extra="megatron")
     if module == "megatron.training":
         return UnsupportedError(
-            f"{script}: there is no megatron.training in its directory or in the installed megatron-core. "
+            f"{script}: there is no megatron.training beside the script or in the installed megatron-core. "
             "Pass a script at the root of a Megatron-LM checkout, such as pretrain_gpt.py, or add the "
             "checkout to PYTHONPATH"
         )
@@ -105,7 +105,7 @@ def _why_missing(module: str, script: Path) -> TbaError:
 
 
 def main() -> None:
-    """Run the script that the command line names. If it cannot start, print an error in one line."""
+    """Run the script that the command line names. If the script cannot start, print a one-line error."""
     try:
         script = prepare(sys.argv[1:])
     except TbaError as error:

@@ -1,4 +1,4 @@
-"""Search for the transformer layers of a Megatron model and for states that recomputation restores."""
+"""Search for the transformer layers of a Megatron model, and for states that recomputation restores."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module"})
 def is_megatron(model: nn.Module | Sequence[nn.Module]) -> bool:
     """Return True if a model, or a list of model chunks, contains a transformer layer of megatron-core.
 
-    This function does not import megatron-core. If the program has not imported it, the result is False.
+    This function does not import megatron-core. The result is False if the program has not imported
+    megatron-core.
     """
     layer_types = _layer_types()
     return any(isinstance(module, layer_types) for chunk in chunks_of(model) for module in chunk.modules())
@@ -36,20 +37,20 @@ def is_megatron(model: nn.Module | Sequence[nn.Module]) -> bool:
 def find_stack(
     model: nn.Module | Sequence[nn.Module], gather: Callable[[list[LayerId]], Sequence[LayerId]] | None = None
 ) -> LayerStack:
-    """Return the layers of a Megatron model, with the micro-batch numbers and random generators of Megatron.
+    """Return the layers of a Megatron model, with functions for the micro-batch number and random generators.
 
-    Numbers start from 0 and continue over all pipeline stages and model chunks. Names are the module names of
-    the model without wrappers such as ``Float16Module``. They have the global number of the layer
-    (``decoder.layers.7``). An id includes the stack (``encoder``) only if numbers alone are ambiguous. A
-    layer inside another layer is not listed, because it is part of the outer layer.
+    Layer numbers start from 0 and continue over all pipeline stages and model chunks. Layer names are the
+    module names without wrappers such as ``Float16Module``, with the global layer number
+    (``decoder.layers.7``). A layer id includes the stack (``encoder``) only if numbers alone are ambiguous. A
+    layer inside another layer is not listed, because the inner layer is part of the outer layer.
 
-    Layers are in order of chunks, and within a chunk in order of registration. There are none if the model is
-    not a Megatron model.
+    Layers are sorted by chunk, and within a chunk by the order of registration. For a model of another
+    framework, the result has no layers.
 
     Args:
-        model: The model, or the list of its chunks on this rank, with or without wrappers.
-        gather: Takes the layers of this rank, and returns the layers of all ranks. By default, there are no
-            other ranks.
+        model: The model, or the list of model chunks on this rank, with or without wrappers.
+        gather: Function from the layer ids of this rank to the layer ids of all ranks. By default, the job
+            has no other ranks.
 
     Raises:
         UnsupportedError: A layer has no number.
@@ -76,9 +77,10 @@ def find_stack(
 
 
 def _switches(modules: Sequence[nn.Module]) -> Iterator[Switch]:
-    """Yield the configurations by which blocks recompute whole layers, and these layers.
+    """Yield a switch for each configuration under which Megatron recomputes whole layers.
 
-    Layers are left to Megatron if it distributes their inputs, or if a second run changes scales of FP8.
+    Megatron itself recomputes layers whose inputs are distributed over ranks, and layers in which a second
+    run changes FP8 scales.
     """
     have_layers = (each for each in modules if isinstance(getattr(each, "layers", None), ModuleList))
     blocks: list[Any] = [each for each in have_layers if hasattr(getattr(each, "config", 0), "fp8")]
@@ -94,11 +96,11 @@ def _switches(modules: Sequence[nn.Module]) -> Iterator[Switch]:
 
 
 def _states() -> Sequence[State]:
-    """Return states: the generators of Megatron's random regions, and the logged losses of its routers."""
+    """Return the states that recomputation restores: random generators and logged router losses."""
     from megatron.core import tensor_parallel
 
     tracker = tensor_parallel.get_cuda_rng_tracker()
-    # The tracker continues to use its dict, so pass a copy.
+    # The tracker continues to use the dict that it gets, so pass a copy.
     generators = (tracker.get_states, lambda found: tracker.set_states(dict(found)))
     return generators, (lambda: {name: each.clone() for name, each in _logged().items()}, _put_logged)
 
@@ -118,15 +120,15 @@ def _put_logged(values: Mapping[str, Tensor]) -> None:
 
 
 def shorten(layers: Sequence[LayerId], everywhere: Sequence[LayerId]) -> list[LayerId]:
-    """Return the layers with the number of layers per stack.
+    """Return the layer ids with the depths of their stacks.
 
-    If numbers are unique, remove the stack from ids.
+    If layer numbers are unique, the ids have no stack.
 
     The layers of multi-token prediction continue the numbers of the decoder. Both stacks of T5 start from 0.
 
     Args:
-        layers: Layers with their stacks.
-        everywhere: Layers of all ranks. A single pipeline stage may contain only one of the stacks.
+        layers: Layer ids with stacks.
+        everywhere: Layer ids of all ranks, because a single pipeline stage may have layers of only one stack.
     """
     stacks: dict[int, set[str | None]] = defaultdict(set)
     for layer in everywhere:
@@ -139,7 +141,7 @@ def shorten(layers: Sequence[LayerId], everywhere: Sequence[LayerId]) -> list[La
 def current_microbatch(layer: nn.Module) -> int | None:
     """Return the micro-batch number that Megatron's schedule has set, from 0; None outside of a schedule.
 
-    A schedule sets the number before each forward and does not reset it. The number is therefore valid only
+    A schedule sets the number before each forward and does not reset the number. So the number is valid only
     during the first forward of a layer, and never in backward.
     """
     number: int | None = getattr(layer, "current_microbatch", None)
@@ -153,7 +155,7 @@ _LAYER_TYPES = {
 
 
 def _layer_types() -> tuple[type[nn.Module], ...]:
-    """Return the base classes of megatron-core's layers whose modules are imported."""
+    """Return the base classes of megatron-core's layers, as far as the program has imported the classes."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in _LAYER_TYPES.items())
     return tuple(layer_type for layer_type in found if layer_type is not None)
 
@@ -168,12 +170,15 @@ def _outermost(chunk: nn.Module, layer_types: tuple[type[nn.Module], ...]) -> It
 
 
 def _identify(name: str, layer: nn.Module) -> LayerId:
-    """Return a layer's id with its global number. The stack is the part of the name before ``.layers``."""
+    """Return a layer's id with the global layer number.
+
+    The stack is the part of the name before ``.layers``.
+    """
     number = getattr(layer, "layer_number", None)
     if not isinstance(number, int):
         raise UnsupportedError(
             f"the layer {name!r} ({type(layer).__name__}) has no layer_number, so that no policy can "
-            "name it. Megatron's layers get their number from the block that builds them"
+            "name this layer. Build the layer in a block of Megatron, which sets layer_number"
         )
     parts = list(itertools.dropwhile(_WRAPPERS.__contains__, name.split(".")))  # names without wrappers
     if parts[-1].isdigit():

@@ -1,4 +1,4 @@
-"""Support for Megatron's optimizers: the inner ``torch`` optimizers, their masters and their checkpoints."""
+"""Support for Megatron's optimizers, with their inner ``torch`` optimizers, masters and checkpoints."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
     from tba_offload.states import OptimizerStates
 
 _KINDS = frozenset(("DistributedOptimizer", "Float16OptimizerWithFloat16Params", "FP32Optimizer"))
-"""Megatron's optimizer classes that keep all their states in ``optimizer.optimizer.state``."""
+"""Megatron's optimizer classes that keep all states in ``optimizer.optimizer.state``."""
 
 _GROUPS = (
     ("model_float16_groups", "shard_fp32_from_float16_groups"),
     ("float16_groups", "fp32_from_float16_groups"),
 )
-"""Names of the attributes with 16-bit parameters and their masters. A distributed optimizer has the first
-pair of names, and the other class has the second pair."""
+"""Attribute names of 16-bit parameters and their masters: for a distributed optimizer, then for the other
+class."""
 
 _SAVED = "fp32_from_fp16_params"
 """Key of the masters in checkpoints of optimizers that are not distributed."""
 
 
 def children_of(optimizer: Any, config: StatesConfig) -> list[Any]:
-    """Return the optimizers of Megatron that update parameters on this rank.
+    """Return Megatron's optimizers that update parameters on this rank.
 
     Raises:
-        UnsupportedError: An optimizer keeps its states in an unknown way, or the configuration asks for
-            updates in backward.
+        UnsupportedError: An optimizer keeps states in an unknown way, or the configuration requests updates
+            in backward.
     """
     if config.when == "backward":
         raise UnsupportedError(
             "states.when 'backward' is not possible under Megatron, which reduces gradients after backward "
-            "and updates copies of parameters. Set it to 'step'"
+            "and updates copies of parameters. Set states.when to 'step'"
         )
     children = _children(optimizer)
     for child in children:
@@ -75,9 +75,9 @@ def _children(optimizer: Any) -> list[Any]:
 
 
 def masters_of(children: Sequence[Any]) -> dict[torch.Tensor, torch.Tensor]:
-    """Return the masters of Megatron's optimizers, mapped to the parameters or local shards that they copy.
+    """Return the masters of Megatron's optimizers, each with the copied parameter or local shard.
 
-    Masters of FP8 and FP4 parameters are left out, because these parameters are quantized together.
+    The dict has no masters of FP8 and FP4 parameters, because these parameters are quantized together.
     """
     return {
         main: part
@@ -97,12 +97,12 @@ def _pairs(child: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
 
 
 def _groups_of(child: Any) -> tuple[str, str] | None:
-    """Return the names of an optimizer's groups; ``None`` if the optimizer has no masters."""
+    """Return the attribute names of parameters and masters; ``None`` if the optimizer has no masters."""
     return next((names for names in _GROUPS if all(hasattr(child, name) for name in names)), None)
 
 
 def _part(child: Any, model_param: torch.Tensor) -> torch.Tensor:
-    """Return the part of a parameter that this rank's master copies."""
+    """Return the part of a parameter that the master of this rank copies."""
     if not hasattr(child, "_get_model_param_range_map"):
         return model_param
     shard = child._get_model_param_range_map(model_param)["param"]
@@ -110,14 +110,14 @@ def _part(child: Any, model_param: torch.Tensor) -> torch.Tensor:
 
 
 def follow(child: Any, states: OptimizerStates) -> None:
-    """Make an optimizer of Megatron use offloaded states and masters.
+    """Make one of Megatron's optimizers use offloaded states and masters.
 
-    This replaces methods of the optimizer that create states, save and load them, and copy between masters
-    and parameters.
+    The function replaces the optimizer's methods that create, save and load states, and methods that copy
+    between masters and parameters.
 
     Args:
-        child: An optimizer of Megatron.
-        states: The states of its inner optimizer.
+        child: One of Megatron's optimizers.
+        states: The offloaded states of the inner optimizer.
     """
     if child.init_state_fn is not None:  # SGD has no function for this
         _make_states_one_by_one(child, states)
@@ -130,7 +130,7 @@ def follow(child: Any, states: OptimizerStates) -> None:
 
 
 def _make_states_one_by_one(child: Any, states: OptimizerStates) -> None:
-    """Offload each state as soon as it is created for loading: memory may be too small for all states."""
+    """Offload each state right after creating the state for loading, to need little memory."""
     make_plain = child.init_state_fn
 
     def make(inner: Any, *settings: Any) -> None:
@@ -145,11 +145,9 @@ def _make_states_one_by_one(child: Any, states: OptimizerStates) -> None:
 
 
 def _follow_distributed_checkpoints(child: Any, states: OptimizerStates) -> None:
-    """Save and load the states of a distributed optimizer.
+    """Save and load the states of a distributed optimizer. All checkpoint formats save states by parameter.
 
-    All its checkpoint formats save states by parameter.
-
-    Saved tensors are copies in host memory, so training can continue while a checkpoint is written.
+    Saved tensors are copies in host memory, so training can continue during the write of a checkpoint.
     """
     set_plain, load_plain = child._set_main_param_and_optimizer_states, child.load_state_dict
 
@@ -181,7 +179,10 @@ def _follow_distributed_checkpoints(child: Any, states: OptimizerStates) -> None
 
 
 def _follow_checkpoints_of_masters(child: Any, states: OptimizerStates) -> None:
-    """Save and load masters of an optimizer that is not distributed, as copies in host memory."""
+    """Save and load masters of an optimizer that is not distributed.
+
+    Saved masters are copies in host memory.
+    """
     save_plain, load_plain = child.state_dict, child.load_state_dict
 
     def read(main: torch.Tensor) -> torch.Tensor:
@@ -203,7 +204,7 @@ def _follow_checkpoints_of_masters(child: Any, states: OptimizerStates) -> None:
 
 
 def _follow_copies(child: Any, states: OptimizerStates) -> None:
-    """Let Megatron copy only masters in memory, because an update already copies each offloaded master."""
+    """Let Megatron copy only masters that are in memory. An update already copies each offloaded master."""
     to_model, to_masters = child._copy_main_params_to_model_params, child._copy_model_params_to_main_params
 
     def copy_to_model() -> None:
@@ -227,7 +228,7 @@ def _follow_copies(child: Any, states: OptimizerStates) -> None:
 
 @contextmanager
 def _narrowed(child: Any, masters: AbstractSet[torch.Tensor | None]) -> Iterator[None]:
-    """Restrict an optimizer to some masters and their parameters for the duration of the block."""
+    """Restrict an optimizer to some masters and the parameters of these masters within the block."""
     names = _groups_of(child) or ()
     whole = [getattr(child, name) for name in names]
     pairs = [

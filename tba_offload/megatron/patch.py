@@ -1,7 +1,7 @@
-"""Patches for Megatron-LM checkouts. A patched checkout has the offloading flags without a launcher.
+"""Patches for Megatron-LM checkouts.
 
-There is one patch for each known release. ``git apply`` changes all files of the patch, or no file. The
-checkout does not need to be a git repository.
+A patched checkout has the offloading flags without a launcher. Each known release has one patch. ``git
+apply`` changes all files of the patch, or no file. A checkout does not need to be a git repository.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from tba_offload.errors import PatchError
 
 RELEASES = {"core_v0.16.1": "0.16", "core_v0.19.0": "0.19", "main": "0.20"}
-"""Maps each release to the start of the version in its ``megatron/core/package_info.py``."""
+"""Start of the version in ``megatron/core/package_info.py`` for each release with a patch."""
 
 _VERSION_FILE = Path("megatron/core/package_info.py")
 _NUMBER = re.compile(r"^(MAJOR|MINOR|PATCH) *= *(\d+)", re.MULTILINE)
@@ -24,10 +24,10 @@ _NUMBER = re.compile(r"^(MAJOR|MINOR|PATCH) *= *(\d+)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Checkout:
-    """A Megatron-LM tree of a known release.
+    """Megatron-LM checkout of a known release.
 
     Attributes:
-        directory: Root directory of the tree.
+        directory: Root directory of the checkout.
         release: Name of the release.
     """
 
@@ -39,7 +39,8 @@ class Checkout:
         """Return the checkout in a directory.
 
         Raises:
-            PatchError: The directory has no Megatron-LM checkout, or there is no patch for its version.
+            PatchError: The directory has no Megatron-LM checkout, or the version of the checkout has no
+                patch.
         """
         root = Path(directory)
         try:
@@ -57,16 +58,16 @@ class Checkout:
         )
 
     def patch(self, *, check: bool = False) -> bool:
-        """Apply the patch.
+        """Apply the patch to the checkout.
 
         Args:
-            check: Whether to only check, without changes.
+            check: Whether to check only, without changing files.
 
         Returns:
-            True if the patch was not applied before.
+            True if the checkout was not patched before.
 
         Raises:
-            PatchError: The files differ from the files of the release.
+            PatchError: The files of the checkout differ from the files of the release.
         """
         if not self._fault("--check", "--reverse"):
             return False
@@ -78,23 +79,23 @@ class Checkout:
         return check or self._apply()
 
     def unpatch(self, *, check: bool = False) -> bool:
-        """Remove the patch.
+        """Remove the patch from the checkout.
 
         Args:
-            check: Whether to only check, without changes.
+            check: Whether to check only, without changing files.
 
         Returns:
-            True if the patch was applied before.
+            True if the checkout was patched before.
 
         Raises:
-            PatchError: The patched lines were changed, or some of them are missing.
+            PatchError: Lines of the patch were changed or are missing.
         """
         if not self._fault("--check", "--reverse"):
             return check or self._apply("--reverse")
         if self._fault("--check"):
             raise PatchError(
-                f"{self.directory}: the lines of the patch for {self.release} were changed. Remove them by "
-                "hand: they start with '# tba-offload:'"
+                f"{self.directory}: lines of the patch for {self.release} were changed. Remove them by "
+                "hand. The lines start with '# tba-offload:'"
             )
         return False
 
@@ -104,7 +105,7 @@ class Checkout:
         return True
 
     def _fault(self, *options: str) -> str:
-        """Return why ``git apply`` with these options fails, or an empty string on success."""
+        """Return the error of ``git apply`` with the given options, or an empty string on success."""
         git = shutil.which("git")
         if git is None:
             raise PatchError("patching a checkout needs git. Install git")

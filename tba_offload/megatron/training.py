@@ -1,9 +1,9 @@
-"""The session in Megatron-LM's training loop, without changes to Megatron-LM.
+"""Functions that open a session in Megatron-LM's training loop.
 
-This module uses three functions of ``megatron.training``. The first function adds Megatron's arguments, and
-the flags are added with them. The second function builds model and optimizer, and the session attaches after
-it. The third function returns the schedule, and each schedule call with a backward is a step. For the
-launcher, :func:`install` wraps these functions. A patched checkout calls :func:`add_arguments`,
+Offloading starts at three functions of ``megatron.training``. The function that adds Megatron's arguments
+also adds the ``--tba-`` flags. After the function that builds model and optimizer, the session attaches. The
+function that returns the schedule returns a wrapped schedule, in which each call with a backward is a step.
+For the launcher, :func:`install` wraps these functions. A patched checkout calls :func:`add_arguments`,
 :func:`attach_model` and :func:`stepping` itself. A patched checkout may also run under the launcher.
 """
 
@@ -51,11 +51,13 @@ _chunks: list[nn.Module] = []
 
 
 def install() -> None:
-    """Wrap functions of ``megatron.training``. Call this before the training script imports these functions.
+    """Wrap functions of ``megatron.training``.
+
+    Call ``install`` before the training script imports these functions.
 
     Raises:
-        ModuleNotFoundError: There is no ``megatron.training``. A Megatron-LM checkout has this package, and
-            so does megatron-core since 0.19.
+        ModuleNotFoundError: The package ``megatron.training`` is missing. Megatron-LM checkouts and
+            megatron-core since 0.19 have this package.
     """
     from megatron.training import arguments, training
 
@@ -81,7 +83,7 @@ def _attaching(setup: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def attaching_first(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Offload states and masters before a checkpoint is loaded: memory may be too small for all of them.
+    """Offload states and masters before a checkpoint is loaded, to need little memory.
 
     Args:
         load: Megatron's ``load_checkpoint``.
@@ -102,16 +104,16 @@ def attaching_first(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def attach_model(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> None:
-    """Attach the session of this process if a flag asks for it. If the model is attached, do nothing.
+    """Attach the model if a ``--tba-`` flag was given and the model is not attached yet.
 
     Args:
-        model: The chunks of this rank, as returned by ``setup_model_and_optimizer``.
-        optimizer: The optimizer, as returned by ``setup_model_and_optimizer``. Its states are offloaded if a
-            flag or the policy asks for it.
+        model: Model chunks of this rank from ``setup_model_and_optimizer``.
+        optimizer: Optimizer from ``setup_model_and_optimizer``. The optimizer's states are offloaded if a
+            flag or the policy requests this.
 
     Raises:
-        SystemExit: This rank or another rank cannot attach. The process ends with the message and no
-            traceback.
+        SystemExit: The session cannot be opened on this rank or on another rank. The process prints the
+            message without a traceback.
     """
     from megatron.training.global_vars import get_args
 
@@ -138,7 +140,7 @@ def _close_at_exit() -> None:
 
 
 def stepping(schedule: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a schedule, so that each of its calls with a backward is a step of the session.
+    """Wrap a schedule, so that each schedule call with a backward is a step of the session.
 
     Args:
         schedule: The schedule from ``get_forward_backward_func``. A schedule that is already wrapped is
@@ -165,23 +167,25 @@ def stepping(schedule: Callable[..., Any]) -> Callable[..., Any]:
 def open_session(
     model: nn.Module | Sequence[nn.Module], arguments: argparse.Namespace, optimizer: Any = None
 ) -> Session:
-    """Attach to the model chunks of this rank according to the flags. Either all ranks call this, or no rank.
+    """Open a session for the model chunks of this rank, as the flags request.
+
+    All ranks must call ``open_session``.
 
     Args:
-        model: The model that Megatron built on this rank.
+        model: Model that Megatron built on this rank.
         arguments: Megatron's arguments.
         optimizer: Megatron's optimizer, or ``None``.
 
     Raises:
         ConfigError: A rule has no effect on any rank, or the ranks have different policies.
-        UnsupportedError: No rank has a layer.
-        TbaError: Another rank failed. The message names it.
-        StoreError: A directory cannot be used.
+        UnsupportedError: No rank has a transformer layer.
+        TbaError: Another rank failed. The message names the rank.
+        StoreError: A store directory cannot be used.
     """
     chunks = chunks_of(model)
     with _failing_together():
         config = config_of(arguments)
-        find_stack(chunks)  # raise errors of this rank before the other ranks wait for it
+        find_stack(chunks)  # raise errors of this rank before other ranks wait for this rank
     stack = find_stack(chunks, _of_all_ranks)
     world = _world_of([layer.id for layer in stack.layers], config)
     with _failing_together():
@@ -226,7 +230,7 @@ def _place() -> str:
 
 
 def _of_all_ranks(own: list[_Item]) -> list[_Item]:
-    """Return the items of all ranks in rank order. Every rank must call this."""
+    """Return the items of all ranks in rank order. All ranks must call this function."""
     if not dist.is_initialized():
         return own
     gathered: list[list[_Item]] = [[]] * dist.get_world_size()
@@ -238,7 +242,7 @@ def _world_of(own: list[LayerId], config: OffloadConfig) -> World:
     """Check that all ranks have the same placements, and return the layers of all ranks.
 
     Directories and budgets may differ between nodes. Placements must be equal, because ranks that share a
-    layer must recompute it together.
+    layer must recompute the layer together.
     """
     placements = OffloadConfig(default=config.default, layers=config.layers).to_yaml()
     own_rank, ranks = rank_of_process()
@@ -258,10 +262,10 @@ def _world_of(own: list[LayerId], config: OffloadConfig) -> World:
 
 
 def _agree(proposed: dict[str, Placement], need: tuple[float, float]) -> dict[str, Placement]:
-    """Return for each layer the proposal of the rank that has this layer and the greatest need.
+    """Return the placement of each layer from the proposal of the neediest rank that has the layer.
 
-    All ranks of the job take part. Tensor, expert, context and data parallel ranks therefore use the same
-    placements. Experts may be spread over data parallel ranks. Pipeline stages share no layers.
+    All ranks of the job take part, so tensor, expert, context and data parallel ranks use the same
+    placements. Pipeline stages share no layers.
     """
     agreed: dict[str, Placement] = {}
     proposals = reversed(_of_all_ranks([(need, proposed)]))  # if needs are equal, the lowest rank wins
@@ -272,7 +276,7 @@ def _agree(proposed: dict[str, Placement], need: tuple[float, float]) -> dict[st
 
 @contextlib.contextmanager
 def _failing_together() -> Iterator[None]:
-    """Make all ranks fail if one rank fails in the block. Otherwise the other ranks would wait forever.
+    """Make all ranks fail if one rank fails in the block, because other ranks would wait forever.
 
     Raises:
         TbaError: Another rank failed.
@@ -291,7 +295,7 @@ def _failing_together() -> Iterator[None]:
 
 
 def _with_own_drives(config: OffloadConfig) -> OffloadConfig:
-    """Return the config with this rank's share of the node's drives. The share has at least one drive."""
+    """Return the configuration with the drives of the node that this rank uses, at least one."""
     hosts, own_rank = _of_all_ranks([socket.gethostname()]), rank_of_process()[0]
     neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[own_rank]]
     place, directories = neighbours.index(own_rank), config.store.directories
@@ -305,7 +309,7 @@ def _with_own_drives(config: OffloadConfig) -> OffloadConfig:
 
 
 def _work_of_a_step() -> dict[str, Any]:
-    """Return tokens and operations of one step: this rank's share of the global batch."""
+    """Return the tokens and FLOPs of one step, as the share of this rank in the global batch."""
     from megatron.core.num_microbatches_calculator import get_current_global_batch_size
     from megatron.training import training
     from megatron.training.global_vars import get_args
@@ -319,10 +323,10 @@ def report_loss(step: Step, losses: Any) -> None:
     """Add this rank's loss to the record of a step, without waiting for the device.
 
     Args:
-        step: The step.
-        losses: The result of the schedule: the reports of the loss function for each micro-batch. A report is
-            a mean, or a sum with its number of tokens. With 0 tokens, the loss is NaN. For stages without a
-            loss, there are no reports.
+        step: Step whose record gets the loss.
+        losses: Result of the schedule, which has the reports of the loss function for each micro-batch. A
+            report is a mean, or a sum and its number of tokens. With 0 tokens, the loss is NaN. Pipeline
+            stages without a loss have no reports.
     """
     first = [next(iter(each.values())) for each in losses if each] if isinstance(losses, list) else []
     parts = [value if isinstance(value, tuple | list) else [value] for value in first]
@@ -346,7 +350,7 @@ def _model_info(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def _print_plan(session: Session) -> None:
-    """Print the placement of each layer and the reason for it.
+    """Print the placement of each layer with its reason.
 
     Consecutive layers with the same placement share a row.
     """
@@ -358,9 +362,9 @@ def _print_plan(session: Session) -> None:
 
 
 def draw_curves(record: StepRecord) -> None:
-    """Pass the main figures of a step to Megatron's TensorBoard and W&B writers, if this rank has them.
+    """Pass the main figures of a step to Megatron's TensorBoard and W&B writers, if this rank has writers.
 
-    Figures have the same iteration and the same interval as the loss in Megatron's log.
+    The figures have the same iteration number and logging interval as the loss in Megatron's log.
     """
     from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 

@@ -1,4 +1,4 @@
-"""Computation of the profile of a step from its trace.
+"""Functions that compute the profile of a step from a trace of the step.
 
 Compute times come from the clock of the device that ran the work. The times at which an activation is saved
 and used are fractions of its layer's host time, because only the order of activations matters.
@@ -472,8 +472,8 @@ class Sizes:
     """Sizes of a session's steps. Plans are made for the largest size.
 
     A run is larger than another run if one of its dimensions is larger, or if more runs wait for backward. A
-    step is also larger if more layers run in it. In a program that skips layers, the largest number of layers
-    counts.
+    step is also larger if more layers run in the step. In a program that skips layers, the largest number of
+    layers counts.
 
     Attributes:
         is_largest: Whether the last step was as large as the largest size.

@@ -177,7 +177,8 @@ class StepProfile:
         timings: Measured times of each layer kind.
         slots: The runs of layers in the step, in order.
         tail: Seconds of compute after the last slot.
-        loss_bytes: Bytes between the last forward and its backward, without bytes that layers have saved.
+        loss_bytes: Bytes in use between the last forward and the first backward, without bytes that layers
+            have saved.
         headroom: Measured peak minus the peak that the profile predicts, in bytes. May be negative.
     """
 

@@ -259,8 +259,8 @@ class Budget:
 class StatesBeside:
     """Optimizer states that stay on the device if the plan for activations leaves room.
 
-    All sub-groups are offloaded until the first plan. Then as many sub-groups as fit stay on the device. If
-    less memory becomes available, sub-groups are offloaded again at once.
+    All sub-groups are offloaded until the first plan. After the first plan, as many sub-groups as fit stay on
+    the device. If less memory becomes available, sub-groups are offloaded again at once.
 
     Args:
         planning: The plan in use.

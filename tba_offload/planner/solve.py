@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 KEEP, OFFLOAD, REMAT = Placement.KEEP, Placement.OFFLOAD, Placement.OFFLOAD_REMAT
 WAYS = (Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD, Placement.RECOMPUTE_EXCEPT_ATTENTION, REMAT)
-"""Placements that spare the drive: they offload fewer bytes than ``offload``."""
+"""Placements that spare the drive, because they offload fewer bytes than ``offload``."""
 
 GRID = 6
 """Number of intervals of the first grid."""

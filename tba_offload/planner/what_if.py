@@ -81,7 +81,7 @@ class Situation:
         first, *others = paths_of_ranks(path)
         if others:
             raise RunLogError(
-                f"{path}: the run has {1 + len(others)} ranks, each with its own log. Pass one log: {first}"
+                f"{path}: the run has a log for each of {1 + len(others)} ranks. Pass one log: {first}"
             )
         log = read_run_log(path)
         log.events(PlanEvent)  # raises an error if a plan event is damaged

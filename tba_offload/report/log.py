@@ -121,8 +121,8 @@ class StepRecord:
         step: Number of the step in the session, counted from 1.
         seconds: Wall-clock time of the ``with session.step()`` block. A step without a block lasts from the
             first forward to the end of the last backward, without optimizers. The GPU's clock measures the
-            time if the run has a run log or an ``auto`` layer, and no optimizer runs inside the block.
-            Otherwise the host's clock measures the time. On a GPU, host time is correct only if the block
+            time if the run has a run log or an ``auto`` layer, and no optimizer runs inside the block. In all
+            other cases, the host's clock measures the time. On a GPU, host time is correct only if the block
             ends with a call that waits for the device, such as ``loss.item()``.
         optimizer_seconds: Wall-clock time of optimizer steps inside the step; None without an update. If the
             program updates after its step block, the update before this step counts. On a GPU,
@@ -180,7 +180,7 @@ class StepRecord:
         scopes: Number of scopes in the step. Each run of a layer on a micro-batch is one scope.
         in_flight_peak_bytes: Peak bytes in flight: saved bytes that are not freed yet, plus prefetched bytes
             that are not used yet.
-        given_up_bytes: Bytes of cancelled prefetches. These bytes were read on demand later.
+        given_up_bytes: Bytes of prefetches that were cancelled. Backward read these bytes on demand later.
         held_bytes: Bytes that were written although another reference kept the tensor in memory, so nothing
             was freed.
         fallback_kept_bytes: Bytes of offloaded layers that were kept in memory, because the store was full,
@@ -352,7 +352,7 @@ def read_run_log(path: str | os.PathLike[str]) -> RunLog:
         what = "the first line is not the header of a run" if header else "the file has no complete line"
         raise RunLogError(f"{path}: the file is not a run log: {what}. Pass a run log")
     if any(isinstance(each, RunHeader) for each in others):
-        raise RunLogError(f"{path}: the file has a second header, so it has two run logs. Split the file")
+        raise RunLogError(f"{path}: the file has two headers, so it has two run logs. Split the file")
     return RunLog(
         header=header,
         steps=tuple(each for each in others if isinstance(each, StepRecord)),

@@ -1,4 +1,4 @@
-"""Names of the run logs of several ranks, and functions that merge such logs into one log."""
+"""Names of the run logs of several ranks, and functions that merge the logs of all ranks into one log."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def path_of_rank(path: str | os.PathLike[str], rank: int) -> Path:
 
 
 def paths_of_ranks(path: str | os.PathLike[str]) -> list[Path]:
-    """Return ``path`` if this file exists, otherwise the paths of the logs of its ranks."""
+    """Return ``path`` if the file exists. Otherwise return the paths of the logs of all ranks."""
     name = Path(path)
     ranks: dict[int, Path] = {}
     if not os.path.lexists(name):

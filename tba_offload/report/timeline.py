@@ -190,7 +190,7 @@ def timeline_of(log: RunLog, step: int | None = None) -> TimelineEvent:
         known = ", ".join(str(each.step) for each in found) or "none"
         raise RunLogError(
             f"{log.path}: the run log has no timeline of this step. Steps with a timeline: {known}. Choose "
-            "such a step, or record a step with session.step(trace=True)"
+            "one of these steps, or record a step with session.step(trace=True)"
         )
     return chosen[-1].model_copy(update={"title": log.header.title})
 

@@ -1,4 +1,4 @@
-"""Diagnosis of memory: the peak of a step, what holds memory at the peak, and the most effective change.
+"""Diagnosis of memory: the peak of a step, the holders of memory at the peak, and the most effective change.
 
 A rule detects each cause, proposes one change, and computes the bytes that this change would free in each
 phase. The new peak is the highest phase after the change, because another phase may be almost as high.
@@ -33,7 +33,7 @@ HOLDERS = {
     "kept": "activations that layers keep in memory",
     "in_flight": "activations in flight (being written or prefetched)",
     "settled": "activations in use by backward, or refused by a drive",
-    "small": "activations kept because they are small or referenced elsewhere",
+    "small": "small activations, and activations with other references",
     "inputs": "inputs of recomputed layers",
     "outputs": "memory that offloaded layers left allocated",
     "put_out": "outputs of the model",
@@ -41,7 +41,7 @@ HOLDERS = {
     "running": "working memory",
     "store": "the store in host memory",
 }
-"""Descriptions of what holds memory."""
+"""Descriptions of the holders of memory."""
 
 _PHASES = {
     "forward": ("forward", "the forward of {}", "working memory of one layer"),
@@ -203,7 +203,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Peak of memory, what holds memory at the peak, and changes that would lower the peak.
+    """Peak of memory, the holders of memory at the peak, and changes that would lower the peak.
 
     Attributes:
         evidence: The measured step with the highest peak.
@@ -343,7 +343,7 @@ def _store(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
     refused, written = seen.step.fallback_kept_bytes, seen.step.offloaded_bytes
     by = "drives are full or failed" if seen.step.drives_out_of_service else "the store is full or too slow"
     what = f"{readable_size(refused)} of offloaded activations stayed in memory, because {by}"
-    change = "free space in store.directories, add a drive, or raise store.capacity if it is set"
+    change = "free space in store.directories, add a drive, or raise store.capacity"
     yield "store", lambda phase: min(phase.of("settled", "small"), refused), what, change
     holder = "outputs" if _is_host_store_on_cpu(seen) else "store"
     what = f"the store is in memory, so writing {readable_size(written)} per step frees nothing"
@@ -397,7 +397,7 @@ def _placements(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
     again = [name for name, word in placed if word == "recompute"]
     for holder, names, better in (("kept", kept, "offload"), ("inputs", again, "recompute-offload")):
         if names and not seen.step.left_alone_scopes:
-            how = "keep their activations" if holder == "kept" else "are recomputed and keep their inputs"
+            how = "keep their activations" if holder == "kept" else "are recomputed and keep inputs in memory"
             what = f"{len(names)} of {len(placed)} layers {how}: {readable_size(seen.most(holder))}"
             change = _change_of_plan(seen, names, better)
             yield "placements", _but_one_layer(holder, len(names)), what, change

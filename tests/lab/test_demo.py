@@ -76,9 +76,9 @@ def test_a_lane_that_offloads_optimizer_states_too(states: str, tmp_path: Path) 
         (("--window", "10"), 1, "'10' has no unit; write a number and a unit"),
         (("--window", "1MiB", "--policy", "auto"), 1, "--window has no effect with --policy"),
         (("--budget", "64MiB"), 1, "a budget needs --policy auto"),
-        (("--policy", "auto", "--budget", "x%"), 1, "not a budget: 'x%'. Give a size such as 64MiB"),
+        (("--policy", "auto", "--budget", "x%"), 1, "not a budget: 'x%'. Pass a size such as 64MiB"),
         (("--policy", "auto", "--states", "auto"), 1, "--states auto needs --device-budget"),
-        (("--hidden", "100000", "--layers", "1000"), 1, "are free. Give a smaller --hidden"),
+        (("--hidden", "100000", "--layers", "1000"), 1, "are free. Pass a smaller --hidden"),
     ],
 )
 def test_what_makes_no_run_is_one_line(

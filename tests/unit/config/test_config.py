@@ -264,7 +264,7 @@ def test_a_dict_says_what_a_file_would() -> None:
         re.sub("^policy.yaml:[0-9]: ", "", each) for each in expected
     }
     wrong["layers"] = [wrong]
-    with pytest.raises(ConfigError, match="nested too deeply"):
+    with pytest.raises(ConfigError, match="the nesting of the policy is too deep"):
         OffloadConfig.from_dict(wrong)
 
 
