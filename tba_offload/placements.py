@@ -118,6 +118,16 @@ class Staying:
         return True
 
 
+def spread(count: int) -> list[int]:
+    """Return the numbers below ``count`` as a van der Corput sequence.
+
+    The first numbers of the sequence, however many, are spread evenly. While resident parts are used, the
+    next offloaded part is read.
+    """
+    bits = max(count - 1, 1).bit_length()
+    return sorted(range(count), key=lambda at: int(f"{at:0{bits}b}"[::-1], 2))
+
+
 def staying(sizes: Iterable[int], percent: int) -> frozenset[int]:
     """Return the indices of the tensors that stay in memory if ``percent`` of the bytes is offloaded.
 

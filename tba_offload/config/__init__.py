@@ -208,7 +208,8 @@ class WeightsConfig:
     frozen: values.Share = "keep"
     """Placement of weights without gradients, such as the base model of LoRA. ``keep`` keeps frozen weights
     in memory. ``offload`` reads frozen weights before the forward and the backward of their layer.
-    ``offload-25%`` offloads a share of the bytes, in whole weights, spread over the layers."""
+    ``offload-25%`` offloads a share of the bytes, in whole weights, spread over the layers. ``auto`` keeps as
+    many weights in memory as the limit of the device leaves room for."""
 
     @property
     def percent(self) -> int:
@@ -256,6 +257,10 @@ class OffloadConfig:
     """Origin of the configuration, for error messages. Comparisons of configurations ignore ``source``."""
 
     def __post_init__(self) -> None:
+        may_plan = Placement.AUTO in (self.default, *(rule.placement for rule in self.layers))
+        if self.weights and self.weights.frozen == "auto" and not self.budget.device_bytes and not may_plan:
+            why = "frozen: auto needs a limit: set budget.device_bytes, or default: auto to fit the device"
+            raise conflict("weights", why)
         if self.states and self.states.default == "auto" and self.budget.device_bytes is None:
             why = "default: auto needs budget.device_bytes. Set this limit, or use default: offload"
             raise conflict("states", why)
@@ -313,7 +318,9 @@ class OffloadConfig:
         has_effect = {
             ("budget", "objective"): has_auto,
             ("budget", "activation_bytes"): has_auto or (moves and narrows),
-            ("budget", "device_bytes"): moves or (self.states is not None and self.states.default == "auto"),
+            ("budget", "device_bytes"): moves
+            or (self.states is not None and self.states.default == "auto")
+            or (self.weights is not None and self.weights.frozen == "auto"),
             ("store", "write_bytes_per_day"): has_auto,
         }
         for (section, setting), has in has_effect.items():

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from tba_offload.config.policy import Placement
 from tba_offload.errors import StoreError
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from tba_offload.planner.measure import RunSize, StepObservation
     from tba_offload.planner.model import Limits, Plan
     from tba_offload.report.log import StepRecord
-    from tba_offload.states import OptimizerStates
     from tba_offload.transfer.offloader import Offloader
 
 
@@ -164,10 +163,6 @@ In the first step, the last backward pass before an update is unknown, so no opt
 during this pass.
 """
 
-SLOTS = 3
-"""Number of sub-groups in memory during an update. Memory for these sub-groups is allocated as soon as at
-least one sub-group is offloaded."""
-
 
 class Budget:
     """Memory that activations may use in a step.
@@ -256,16 +251,39 @@ class Budget:
         self._planning.limit(self.limits)
 
 
-class StatesBeside:
-    """Optimizer states that stay on the device if the plan for activations leaves room.
+class Swappable(Protocol):
+    """Data in parts that are offloaded or resident, such as optimizer states and frozen weights.
 
-    All sub-groups are offloaded until the first plan. After the first plan, as many sub-groups as fit stay on
-    the device. If less memory becomes available, sub-groups are offloaded again at once.
+    Attributes:
+        what: Name of the parts.
+        slots: Number of offloaded parts for which there is always memory on the device.
+    """
+
+    what: str
+    slots: int
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Bytes of each part, in the order in which :meth:`arrange` offloads the parts."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device for these parts."""
+
+    def arrange(self, offloaded: int) -> None:
+        """Offload the first ``offloaded`` parts from now on, and keep the other parts in memory."""
+
+
+class ResidentData:
+    """The choice of optimizer states and frozen weights that are resident beside activations.
+
+    All parts are offloaded until the first plan. After the first plan, as many parts as fit are resident. If
+    less memory becomes available, parts are offloaded again at once.
 
     Args:
         planning: The plan in use.
         budget: The memory that activations may use.
-        states: The offloaded states of each optimizer.
+        data: The optimizer states and frozen weights. Those that come first get memory first.
         chosen: Function that is called with each choice: a line of text, and the entry for the run log.
     """
 
@@ -273,55 +291,64 @@ class StatesBeside:
         self,
         planning: Planning,
         budget: Budget,
-        states: Sequence[OptimizerStates],
+        data: Sequence[Swappable],
         chosen: Callable[[str, dict[str, object]], object],
     ) -> None:
-        self._planning, self._budget, self._states, self._chosen = planning, budget, states, chosen
-        self._parts: list[int] = []  # number of offloaded sub-groups of each optimizer
+        self._planning, self._budget, self._data, self._chosen = planning, budget, data, chosen
+        self._parts: list[int] = []  # number of offloaded parts of each
         self._highest = 0  # largest use of the budget so far, if there are no plans
         self._needs: deque[int] = deque(maxlen=2)  # use in the last two steps, as racing plans alternate
         budget.extra_bytes = self._extra_bytes
 
     def _extra_bytes(self) -> int:
-        """Return the bytes of states that are on the device and can be offloaded."""
-        extra = sum(each.device_bytes - _on_device(each.sizes, len(each.sizes)) for each in self._states)
+        """Return the bytes on the device that can be offloaded."""
+        extra = sum(each.device_bytes - _on_device(each, len(each.sizes)) for each in self._data)
         return max(extra, 0)
 
     def step_ended(self, record: StepRecord) -> None:
-        """Choose how many sub-groups stay on the device beside the activations of the next step.
+        """Choose how many parts are resident beside the activations of the next step.
 
         Args:
-            record: Record of the last step.
+            record: The figures of the last step.
 
         Raises:
-            TransferError: A sub-group cannot be read or written.
+            TransferError: A part cannot be read or written.
         """
         share, prediction = self._budget.share, self._planning.plan.prediction
         taken = bytes_taken(record, self._budget.limits) or 0
         self._highest = max(self._highest, taken)
-        count = sum(len(states.sizes) for states in self._states)
-        if share is None or not count or (self._planning.has_budget and prediction is None):
+        count = sum(len(each.sizes) for each in self._data)
+        if share is None or not count:
             return
-        self._needs.append(self._highest if prediction is None else max(prediction.peak_bytes, taken))
+        if not self._planning.has_budget:
+            self._needs.append(self._highest)
+        elif prediction is None:
+            return
+        else:
+            self._needs.append(max(prediction.peak_bytes, taken))
         free, parts = max(share.budget - int((1 + MARGIN) * max(self._needs)), 0), []
-        for sizes in (states.sizes for states in self._states):
-            least = _on_device(sizes, len(sizes))
-            extra = [_on_device(sizes, part) - least for part in range(len(sizes) + 1)]
+        for each in self._data:
+            most = len(each.sizes)
+            extra = [_on_device(each, part) - _on_device(each, most) for part in range(most + 1)]
             parts.append(next(part for part, nbytes in enumerate(extra) if nbytes <= free))
             free -= extra[parts[-1]]
         if parts == self._parts:
             return
         self._parts = parts
-        for states, part in zip(self._states, parts, strict=True):
-            states.arrange(part)
-        line = f"optimizer states: {sum(parts)} of {count} sub-groups are offloaded. The others fit in memory"
-        self._chosen(line, {"step": record.step, "sub_groups": count, "travelling": sum(parts)})
+        for each, part in zip(self._data, parts, strict=True):
+            each.arrange(part)
+        shares = (
+            f"{part} of {len(each.sizes)} {each.what}" for each, part in zip(self._data, parts, strict=True)
+        )
+        line = f"{', '.join(shares)} are offloaded, the others fit in memory"
+        self._chosen(line, {"step": record.step, "parts": count, "offloaded": sum(parts)})
 
     def close(self) -> None:
-        """Stop choosing sub-groups."""
+        """Stop the choice."""
         self._budget.extra_bytes = int  # breaks a reference cycle
 
 
-def _on_device(sizes: Sequence[int], offloaded: int) -> int:
-    """Return the bytes of states and slots on the device if ``offloaded`` sub-groups are offloaded."""
-    return sum(sizes[offloaded:]) + sum(sorted(sizes[:offloaded])[-SLOTS:])
+def _on_device(data: Swappable, offloaded: int) -> int:
+    """Return the bytes on the device if ``offloaded`` parts are offloaded."""
+    slots = sorted(data.sizes[:offloaded], reverse=True)[: data.slots]
+    return sum(data.sizes[offloaded:]) + sum(slots)

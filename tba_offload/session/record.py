@@ -170,16 +170,16 @@ class Recorder:
         """Add an update of optimizer states."""
         self.note("states", {"optimizer": number, "step": self.last_step, **asdict(record)})
 
-    def note_states_choice(self, line: str, document: dict[str, object]) -> None:
-        """Add the number of sub-groups of optimizer states that are offloaded.
+    def note_resident(self, line: str, document: dict[str, object]) -> None:
+        """Add the number of parts of optimizer states and frozen weights that are offloaded.
 
         Args:
             line: Text for the log of the program.
             document: Fields of the event for the run log.
         """
         if self._header.rank == 0:
-            tell(f"states after step {self.last_step}: {line}")
-        self.note("states_plan", document)
+            tell(f"after step {self.last_step}: {line}")
+        self.note("resident_plan", document)
 
     def write(self, *, wait: bool = False) -> None:
         """Write the complete records. With ``wait``, wait for the device and write all records."""

@@ -34,7 +34,7 @@ from tba_offload.errors import SessionError, TransferError, UnsupportedError
 from tba_offload.layers.find import LayerStack, check_disjoint, chunks_of
 from tba_offload.planner.auto import Agree, Controller, Task
 from tba_offload.planner.model import DeviceShare, Limits, Plan
-from tba_offload.planner.planning import Budget, Planning, StatesBeside
+from tba_offload.planner.planning import Budget, Planning, ResidentData, Swappable
 from tba_offload.recompute import attention
 from tba_offload.recompute.verify import Verifier
 from tba_offload.report.log import MEMORY, TIMELINE, StepRecord, describe_run
@@ -172,7 +172,7 @@ class Session:
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet(updated_by)
         self.states: list[OptimizerStates] = []
         self.weights: FrozenWeights | None = None
-        self._states_beside: StatesBeside | None = None
+        self._resident: ResidentData | None = None
         self._traced, self._is_measured = frozenset(trace_steps), measure_memory
         self.saved, self.notes_inputs = (0, 0, 0), run_log is not None
         self._closers: list[Callable[[], object]] = []  # in the order of opening
@@ -242,14 +242,18 @@ class Session:
             states = offload_optimizer(optimizer, config, model=modules, masters=masters, updated=updated)
             self.states.append(states)
             self._closers.append(states.close)
-        if config.states is not None and config.states.default == "auto":
-            told = self.recorder.note_states_choice
-            self._states_beside = StatesBeside(self.planning, self.budget, self.states, told)
-            self._closers.append(self._states_beside.close)
         if config.frozen_percent:
             blocks, count = [layer.module for layer in self.layers], self.gradients.live.shift
             self.weights = FrozenWeights(modules, blocks, config, count=count, tell=tell)
             self._closers.append(self.weights.close)
+        data: list[Swappable] = []
+        if config.weights is not None and config.weights.frozen == "auto" and self.weights is not None:
+            data.append(self.weights)
+        if config.states is not None and config.states.default == "auto":
+            data += self.states
+        if data:
+            self._resident = ResidentData(self.planning, self.budget, data, self.recorder.note_resident)
+            self._closers.append(self._resident.close)
 
     # ---- one step, as the loop asks for it -------------------------------------------------------
 
@@ -349,8 +353,8 @@ class Session:
         warn_after(self, record)
         if not step.is_skipped:
             learn(self, step, record, loads)
-            if self._states_beside is not None:
-                self._states_beside.step_ended(record)
+            if self._resident is not None:
+                self._resident.step_ended(record)
         return record
 
     # ---- for users -------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 
 from tba_offload.device import CACHE_LINE
 from tba_offload.errors import UnsupportedError
+from tba_offload.placements import spread
 from tba_offload.states.away import AwayMaster, is_away
 from tba_offload.states.home import Home
 from tba_offload.states.parameters import (
@@ -251,15 +252,11 @@ class Groups:
     def spread(self) -> list[SubGroup]:
         """The sub-groups that have states, in the order in which they are offloaded.
 
-        The order is a van der Corput sequence, so any number of offloaded sub-groups is spread evenly over
-        the update. While sub-groups in memory are updated, the next offloaded sub-group is read and the
-        previous offloaded sub-group is written.
+        While sub-groups in memory are updated, the next offloaded sub-group is read and the previous
+        offloaded sub-group is written.
         """
         groups = [group for group in self._all if group.places]
-        bits = max(len(groups) - 1, 1).bit_length()
-        return [
-            groups[at] for at in sorted(range(len(groups)), key=lambda at: int(f"{at:0{bits}b}"[::-1], 2))
-        ]
+        return [groups[number] for number in spread(len(groups))]
 
     # ---- changes of the optimizer ------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from tba_offload.states.away import AwayMaster, AwayTensor, is_away
 from tba_offload.states.backward import BackwardUpdates
 from tba_offload.states.groups import MASTER, as_incoming
 from tba_offload.states.parameters import check, device_of_parameters, innermost, parameters_of
+from tba_offload.states.slots import SLOTS
 from tba_offload.states.twin import Takeover
 from tba_offload.states.updates import StatesRecord, Updates, interrupts_put_off
 from tba_offload.store.base import close_after
@@ -149,6 +150,8 @@ class OptimizerStates:
         return state_dict | {"state": states}
 
     # ---- how many sub-groups stay in memory --------------------------------------------------------
+
+    what, slots = "sub-groups of optimizer states", SLOTS
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ import weakref
 from collections import deque
 from contextlib import ExitStack
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch import nn
 from tba_offload.device import device_of_model
 from tba_offload.errors import SessionError, UnsupportedError
 from tba_offload.layers.nested import TooManyError, tensors_in
-from tba_offload.placements import Staying
+from tba_offload.placements import Staying, spread
 from tba_offload.states.home import Home, Homes
 from tba_offload.store.open import open_store
 from tba_offload.torch_private import (
@@ -88,7 +87,8 @@ class FrozenWeights:
         self._passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
         self._in_memory: set[int] = set()
         self._handles: list[RemovableHandle] = []
-        self._pieces: list[list[FrozenWeight]] = [[] for _ in layers]
+        self._pieces: list[list[FrozenWeight]] = [[] for _ in layers]  # those that are offloaded
+        self._all: list[tuple[int, FrozenWeight]] = []
         self._before = 0, 0.0
         device = device_of_model(chunks)
         self._homes = Homes(open_store(config.store.drives, device=device), device)
@@ -112,11 +112,11 @@ class FrozenWeights:
             while self._handles:
                 self._handles.pop().remove()
             at_last.callback(self._close_store)
-            for piece in chain.from_iterable(self._pieces):
+            for _, piece in self._all:
                 at_last.callback(piece.come_back)
 
     def _close_store(self) -> None:
-        if all(piece.is_back for piece in chain.from_iterable(self._pieces)):
+        if all(piece.is_back for _, piece in self._all):
             self.resident_bytes = 0  # none of them is offloaded now
             self._homes.store.close()
 
@@ -140,6 +140,41 @@ class FrozenWeights:
         """Call a function after each call that moves bytes. See :meth:`MultiStore.watch_moves`."""
         self._homes.store.watch_moves(seen)
 
+    # ---- how many weights stay in memory ---------------------------------------------------------
+
+    what, slots = "frozen weights", 0  # offloaded weights in memory count as gradients
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each weight, in the order in which :meth:`arrange` offloads the weights."""
+        return [piece.nbytes for _, piece in self._spread]
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the weights that stay in memory."""
+        return sum(piece.nbytes for _, piece in self._spread if piece.is_back)
+
+    def arrange(self, offloaded: int) -> None:
+        """Offload the first ``offloaded`` weights from now on, and keep the other weights in memory.
+
+        Raises:
+            TransferError: A weight cannot be read or written. The remaining weights stay as they were.
+        """
+        with self._lock:
+            self._loans.reclaim()
+            for number, (layer, piece) in enumerate(self._spread):
+                if number >= offloaded and not piece.is_back and piece not in self._loans.lent:
+                    piece.come_back()
+                    self._pieces[layer].remove(piece)
+                    self._grow(-piece.nbytes)
+                elif number < offloaded and piece.is_back:
+                    self._pieces[layer].append(piece)
+                    piece.write()
+
+    @property
+    def _spread(self) -> list[tuple[int, FrozenWeight]]:
+        return [self._all[number] for number in spread(len(self._all))]
+
     # ---- taking over -----------------------------------------------------------------------------
 
     def _take_over(self, chunks: Modules, layers: Modules, config: OffloadConfig, tell: Tell) -> None:
@@ -154,6 +189,7 @@ class FrozenWeights:
             piece = FrozenWeight(name, weight, [part], self._loans)
             # Record the weight before the write, so that an interrupt does not lose the bytes.
             self._pieces[number].append(piece)
+            self._all.append((number, piece))
             piece.write()
             self.nbytes += piece.nbytes
         if others:

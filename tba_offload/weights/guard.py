@@ -149,6 +149,7 @@ class FrozenWeight:
             vars(tensor)["_tba_offload_weight"] = self
         for part in self.parts:
             part.write()
+        self._is_open = False
         self._set_classes()
 
     def begin_read(self) -> None:

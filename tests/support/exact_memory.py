@@ -29,9 +29,9 @@ def exact_memory(*, slots_too: bool = False) -> Iterator[None]:
     """Sessions that are attached in this context know each peak to the byte.
 
     Args:
-        slots_too: Whether storages count that are made without a tensor: slots of optimizer states, and
-            what is read back. PyTorch takes them from its default allocator, whichever is set. They are not
-            told from those of a store that has its bytes in host memory.
+        slots_too: Whether storages count that are made without a tensor: slots of optimizer states,
+            frozen weights, and what is read back. PyTorch takes them from its default allocator, whichever
+            is set. They are not told from those of a store that has its bytes in host memory.
     """
     library = _library()
     live, peak, reset = library.live_bytes, library.peak_bytes, library.reset_peak
@@ -54,6 +54,7 @@ def exact_memory(*, slots_too: bool = False) -> Iterator[None]:
             mock.patch.multiple(torch.cpu, create=True, **statistics),
             mock.patch("tba_offload.session.memory.meter_of", meter_of),
             mock.patch("tba_offload.device.new_storage", counted if slots_too else new_storage),
+            mock.patch("tba_offload.weights.pieces.new_storage", counted if slots_too else new_storage),
         ):
             yield
     finally:

@@ -383,9 +383,11 @@ def test_the_run_log_tells_which_states_stay(tmp_path: Path) -> None:
     log, policy = tmp_path / "run.jsonl", tmp_path / "policy.yaml"
     kept = run_both(tmp_path, None)
     found = run_both(tmp_path, kept.share(0.8), log=log)
-    events = [event for event in tba.read_run_log(log).others if event["event"] == "states_plan"]
-    assert events[-1]["travelling"] == found.travelling
-    assert events[-1]["sub_groups"] == found.updates[-1].sub_groups
+    others, last = tba.read_run_log(log).others, found.records[-1].step
+    # A choice after the last step is for an update that never comes.
+    events = [each for each in others if each["event"] == "resident_plan" and each["step"] < last]
+    assert events[-1]["offloaded"] == found.travelling
+    assert events[-1]["parts"] == found.updates[-1].sub_groups
     assert found.records[-1].predicted_device_peak_bytes == pytest.approx(found.peaks[-1], rel=0.1)
     result = call("plan", log, "--device-bytes", f"{max(kept.peaks)}B", "-o", policy)
     assert "are left for activations" in result.output
