@@ -1,7 +1,7 @@
 """The gradients that a step creates, and the bytes that they take.
 
 By default, ``zero_grad()`` sets gradients to ``None``, so each backward pass allocates all gradients again.
-The size of gradients depends on the model and not on the batch. Placements do not change this size.
+The size of gradients depends on the model, and not on the batch or on placements.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Watched:
         self.handle: RemovableHandle = register(accumulated)
 
     def own(self) -> torch.Tensor | None:
-        """Return the recorded gradient; ``None`` if the parameter now has no gradient or another one."""
+        """Return the recorded gradient; ``None`` if the parameter has lost this gradient."""
         parameter, gradient = self.parameter(), self.gradient()
         return gradient if parameter is not None and parameter.grad is gradient else None
 

@@ -3,15 +3,15 @@
 A session has one :class:`Capture`. Each run of an offloaded layer pushes the hooks of its own
 :class:`LayerHooks`.
 
-``pack`` never returns the saved tensor itself. If it did, an operation that saves its own output would keep
+``pack`` never returns the saved tensor itself. Otherwise an operation that saves its own output would keep
 the output alive if backward never runs. ``pack`` returns a :class:`Kept` or a :class:`Packed`.
 
 An operation saves its inputs before its kernel runs, and the kernel may still write to an input. For example,
-``rrelu`` fills its noise tensor. The bytes of a tensor without a graph are therefore read only after the end
-of the operation that saved the tensor. Autograd's node numbers show when an operation has ended. An operation
-creates its node before it saves tensors, so a higher node number means that the next operation has started. A
-tensor with a graph is complete when it is saved. An output gets its graph only after the kernel has run. A
-later write in place raises the output's version.
+the kernel of ``rrelu`` fills a noise tensor that was already saved. The bytes of a tensor without a graph are
+therefore read only after the end of the operation that saved the tensor. Autograd's node numbers show when an
+operation has ended. An operation creates its node before it saves tensors, so a higher node number means that
+the next operation has started. A tensor with a graph is complete when it is saved. An output gets its graph
+only after the kernel has run. A later write in place raises the output's version.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ SPARSE = 4
 """A view that needs less than one ``SPARSE``-th of its storage is copied into a dense tensor."""
 
 RELEARN_AFTER = 32
-"""Number of steps between two resets of :attr:`Capture.learned`. After a reset, the session offloads all
-activations, and learns again which activations have other references."""
+"""Number of steps between two resets of :attr:`Capture.learned`.
+
+After a reset of ``learned``, the session offloads all activations, and learns again which activations have
+other references.
+"""
 
 
 class Kept:
@@ -126,7 +129,7 @@ class Capture:
     def find(
         self, storage: torch.UntypedStorage, tensor: torch.Tensor, view: views.View | None = None
     ) -> SavedStorage | None:
-        """Return the saved storage with the bytes of ``tensor``; ``None`` if there is none in this step."""
+        """Return the saved storage with the bytes of ``tensor``; ``None`` if the bytes are not saved."""
         address = storage._cdata
         ref = self.saved.get(address if view is None else (address, view))
         saved = ref() if ref is not None else None

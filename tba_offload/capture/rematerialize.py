@@ -3,8 +3,8 @@
 While the layer runs, a ``TorchFunctionMode`` intercepts each call of a PyTorch function. For a cheap
 function, the mode records the function, its arguments and its output. If autograd saves the output of a cheap
 function, the hooks save the arguments instead. Autograd saves most arguments of cheap functions anyway.
-Backward calls the cheap function again with the saved arguments. The digests of both outputs are compared
-before the optimizer's step.
+Backward calls the cheap function again with the saved arguments. The digests of the first and the second
+output are compared before the optimizer's step.
 
 A ``TorchFunctionMode`` does not see calls of autograd functions that are written in Python. The autograd
 functions in :data:`_CLASSES` are therefore wrapped.
@@ -121,10 +121,10 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         """Record a call if its output can be computed again from arguments that have fewer bytes.
 
         Args:
-            function: The function that was called.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            output: Its return value.
+            function: The called function.
+            args: The positional arguments of the call.
+            kwargs: The keyword arguments of the call.
+            output: The return value of the call.
         """
         is_plain = isinstance(output, Tensor) and self.understands(output, self.capture.device)
         if not is_plain or output._version or output.nbytes < self.capture.min_tensor_bytes:
@@ -179,7 +179,7 @@ class _Call:
     Args:
         function: The function that was called.
         given: The positional and keyword arguments. Each tensor is replaced by an :class:`_Argument`.
-        output: Its return value.
+        output: The return value of the call.
         hooks: The hooks of the layer that runs.
 
     Attributes:
@@ -255,7 +255,7 @@ class _Argument:
         """Return the argument for a repeated call."""
         if self._maker is not None:
             return viewed(self._maker.storage(capture, verifier), self._view)
-        purpose = f"it rebuilds {call.name}; with placement 'offload', backward does not need it"
+        purpose = f"for {call.name}; placement 'offload' does not need this tensor"
         check_version(self._packed.probe, self._packed.version, purpose)
         # The result of a compiled function may depend on whether its arguments require a gradient.
         return capture.unpack(self._packed).detach().requires_grad_(self._needs_grad)

@@ -23,7 +23,7 @@ class PrefetchSchedule:
     """The expected order of uses of activations, and the position of backward in this order.
 
     Args:
-        offloader: Starts the reads, as far as its in-flight window has room.
+        offloader: Reads activations, as far as the in-flight window has room.
 
     Attributes:
         saved: Function that adds a new saved storage.
@@ -126,7 +126,7 @@ class PrefetchSchedule:
             self._insert_unexpected()
 
     def _follow(self, position: int) -> None:
-        """Set the position of backward in the expected order. Prefetch continues after this position.
+        """Set the position of backward in the expected order, and continue prefetch after this position.
 
         If an activation is used early, prefetch must not skip all activations before it. For example, the
         last layer may use a mask of the first layer.

@@ -138,8 +138,8 @@ class StepTrace:
     Attributes:
         scopes: The scopes, in the order in which forward began.
         activations: The activations, in the order of saving.
-        sources: Offloaded tensors that autograd does not save. Placement ``offload-remat`` rebuilds saved
-            tensors from these sources.
+        sources: Offloaded tensors that autograd does not save, and from which placement ``offload-remat``
+            rebuilds saved tensors.
         kept_bytes: Bytes of saved tensors that stayed in memory. A tensor stays in memory if it is too small
             or of an unknown kind, if other references keep it alive, or if the plan keeps it. Parameters and
             buffers are not counted. Layers placed ``keep`` run without hooks and are not counted.
@@ -172,7 +172,7 @@ class StepTrace:
     _backward_began: float | None = None
 
     def mark_times(self, device: Device) -> None:
-        """Record the start of the step on ``device``, and from then on all marks of the step."""
+        """Record the start of the step on ``device``, and switch on all other marks of the step."""
         self.device, self.marks = device, [device.mark()]
 
     def end_step(self) -> None:
@@ -225,7 +225,7 @@ class StepTrace:
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward pass has begun and not ended. An exception in backward leaves this True."""
+        """Whether a backward pass has begun and not ended; also True after an exception in backward."""
         return self._backward_began is not None
 
     def whole_scopes(self) -> list[ScopeTrace]:
@@ -247,8 +247,8 @@ class StepTrace:
 
         Each stall has two marks, recorded before and after a wait of the host. The device reaches the first
         mark after all work that was submitted before the wait. If the stream also waits for bytes, the device
-        reaches the second mark when the bytes have arrived. The device is idle between the two marks. If the
-        device has enough work during the host's wait, the time between the marks is zero.
+        reaches the second mark when the bytes have arrived. Between the two marks of a stall, the device is
+        idle. If the device has enough work during the host's wait, the time between the two marks is zero.
 
         Args:
             stalls: Marks before and after each wait for bytes.

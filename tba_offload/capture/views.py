@@ -2,7 +2,7 @@
 
 A storage object identifies an activation. An address or an ``id()`` cannot identify an activation, because
 both are reused. PyTorch returns the same Python object for a storage as long as the storage exists. A weak
-reference to this object stays valid even if only C++ code holds the storage.
+reference to the Python object of a storage stays valid even if only C++ code holds the storage.
 
 A distributed tensor (``DTensor``) is identified by the storage of its local tensor, which has the bytes of
 this rank. The version is read from the ``DTensor``, because operations on a ``DTensor`` do not change the
@@ -181,8 +181,8 @@ def is_understood(tensor: torch.Tensor, device: torch.device) -> bool:
 class StaticStorages:
     """The storages that live as long as the model: parameters, gradients and buffers.
 
-    Storages are compared, not tensors. Views of a parameter are therefore included, and also Megatron's flat
-    buffers of parameters and gradients (``main_grad``).
+    Membership is by storage, so views of a parameter are included, and also Megatron's flat buffers of
+    parameters and gradients (``main_grad``).
 
     Attributes:
         addresses: Weak references to the storages, by the address of the storage object.

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 CACHE_LINE = 64
-"""PyTorch aligns CPU allocations to this many bytes. Kernels may choose their code path by this alignment."""
+"""PyTorch aligns CPU allocations to this many bytes.
+
+Kernels may choose their code path by the alignment of memory.
+"""
 
 Mark = Any
 """A point in the work of a device, and the time at which the device reaches the point.
@@ -63,7 +66,7 @@ READY = Event()
 
 
 class Device:
-    """The CPU. This class is also the interface of any device for transfers.
+    """The CPU. ``Device`` is also the interface of any device for transfers.
 
     Attributes:
         torch_device: The PyTorch device.
@@ -111,12 +114,12 @@ class Device:
         """Prevent the reuse of another stream's memory until ``stream`` has used the memory.
 
         Args:
-            memory: A tensor with the memory.
+            memory: A tensor whose memory ``stream`` uses.
             stream: A stream of this device.
         """
 
     def bind_thread(self) -> None:
-        """Make this the current device of the calling thread. Every I/O thread calls this method."""
+        """Make this device the current device of the calling thread. Every I/O thread calls this method."""
 
     def on_side_stream(self) -> AbstractContextManager[None]:
         """Give the calling I/O thread its own stream in a block. At the end, wait for that stream."""
@@ -286,7 +289,7 @@ def check_not_captured(device: Device) -> None:
     """Check that no CUDA graph is captured, because the bytes of its tensors may never be computed.
 
     Raises:
-        UnsupportedError: A CUDA graph is captured, so the bytes are not computed.
+        UnsupportedError: A CUDA graph is captured.
     """
     if device.is_capturing():
         raise UnsupportedError(
@@ -362,9 +365,9 @@ def new_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
 def aligned_range(nbytes: int, address: int, alignment: int, device: Device) -> ByteRange:
     """Allocate bytes at an address that equals ``address`` modulo the alignment.
 
-    Direct I/O can then fill the memory without a copy, because the bytes have the same lead in the store. A
-    kernel that chooses its code path by alignment chooses the same path for restored data, so its results are
-    equal bit for bit.
+    Direct I/O can fill memory at this address without a copy, because the bytes have the same lead in the
+    store. A kernel that chooses its code path by alignment chooses the same path for restored data, so its
+    results are equal bit for bit.
 
     Args:
         nbytes: Payload in bytes.
@@ -373,7 +376,7 @@ def aligned_range(nbytes: int, address: int, alignment: int, device: Device) -> 
         device: The device to allocate on.
 
     Returns:
-        Uninitialized bytes. Their storage extends to an alignment boundary on both sides.
+        Uninitialized bytes, whose storage extends to an alignment boundary on both sides.
     """
     alignment = max(alignment, CACHE_LINE)
     lead = address % alignment

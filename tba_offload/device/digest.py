@@ -31,5 +31,5 @@ def sums(data: torch.Tensor) -> bytes:
 
 
 def _bytes_of(part: torch.Tensor) -> bytes:
-    """Return the bytes of a contiguous tensor in host memory. PyTorch's own function would need NumPy."""
+    """Return the bytes of a contiguous tensor in host memory, without NumPy."""
     return ctypes.string_at(part.data_ptr(), part.nbytes) if part.nbytes else b""

@@ -53,7 +53,7 @@ class MemoryMeter:
         samples_taken: Number of samples of the peak; None if the peak is exact.
         is_thin: Whether the samples may have missed the peak; valid after :meth:`peak`.
         returns_pages: Whether malloc returns freed memory to the system when it holds too much. Returned
-            memory causes page faults, so set this to False for steps that keep all activations.
+            memory causes page faults, so ``returns_pages`` is False for steps that keep all activations.
     """
 
     samples = False
@@ -163,7 +163,7 @@ than both limits, the samples are thin."""
 
 WASTED = 1.1, 4 * 2**20
 """Limit for the growth of malloc's memory: the growth of the live bytes times this factor, plus this number
-of bytes. If malloc exceeds the limit, it is set to return freed memory."""
+of bytes. If malloc exceeds the limit, malloc is set to return freed memory."""
 
 
 class MallocMeter(MemoryMeter):
@@ -207,7 +207,7 @@ class MallocMeter(MemoryMeter):
         return self.cut()
 
     def reset(self, *, closely: bool = False) -> None:
-        """Take a first sample. The thread and :meth:`sample` take the later samples."""
+        """Take a first sample. The sampling thread and :meth:`sample` take the later samples."""
         with self._lock:
             self._is_paused, self._is_close = False, closely or self._has_changed
             self._peak = self.whole_peak = self.samples_taken = self._looks = 0
@@ -238,9 +238,9 @@ class MallocMeter(MemoryMeter):
     def cut(self) -> int:
         """Take a sample, and return its live bytes.
 
-        Reading the count releases the GIL, so a gradient may be created or freed during a sample. The sample
-        leaves this gradient out, because one sample that is too low hardly changes the peak, but one that is
-        too high does.
+        Reading the count releases the GIL, so a gradient may be created or freed during a sample. A gradient
+        that is created or freed during a sample is left out, because a sample that is too high would raise
+        the peak.
         """
         with self._lock:  # otherwise a sample from before a reset could be added after the reset
             static, began = self._static(), time.thread_time()
@@ -310,7 +310,8 @@ def malloc_count() -> Callable[[], tuple[int, int]]:
 
     If another allocator is preloaded, the process still has glibc's functions, but glibc counts almost no
     bytes. The count is therefore tested: after an allocation of PyTorch, the count must grow by the same
-    number of bytes. A sixteenth is tolerated, because other threads may allocate during the test.
+    number of bytes. A deviation of a sixteenth is tolerated, because other threads may allocate during the
+    test.
 
     Raises:
         UnsupportedError: The count does not grow, because of musl, glibc before 2.33, or another allocator.
@@ -372,8 +373,9 @@ class LiveBytes:
 
     Each storage is counted once, from :meth:`add` until it is freed.
 
-    A gradient counts as soon as autograd stores it in its parameter. Before that, the gradient is a temporary
-    tensor and does not count. A gradient that autograd adds to an existing gradient never counts.
+    A gradient counts as soon as autograd stores it in its parameter. Until autograd stores a gradient, the
+    gradient is a temporary tensor and does not count. A gradient that autograd adds to an existing gradient
+    never counts.
 
     Args:
         device: The device. Storages on other devices do not count.
@@ -477,7 +479,7 @@ def available_bytes(device: torch.device, *, root: Path = Path("/")) -> int:
     """Return the bytes of device memory that are free or that the system can free at once.
 
     Args:
-        device: An accelerator or the CPU. For the CPU, this is the memory of the host within the limits of
+        device: An accelerator or the CPU. For the CPU, the memory of the host counts, within the limits of
             this process's control groups.
         root: The directory with ``/proc`` and ``/sys``.
 

@@ -128,9 +128,9 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
     contains stages, as in Swin and ConvNeXt, the layers are the blocks of the stages.
 
     The blocks of a ``ModuleList`` may be of several classes, as in hybrids of attention and Mamba. An encoder
-    may have other blocks than its decoder, as in Whisper. The layers of the encoder and of the decoder are
-    then numbered separately from 0. A list of one block is used only if no list is longer and if the block
-    has most of the parameters, as in ALBERT.
+    may have other blocks than its decoder, as in Whisper. The layers of an encoder and of its decoder are
+    numbered separately from 0. A list of one block is used only if no list is longer and if the block has
+    most of the parameters, as in ALBERT.
 
     Args:
         model: A module, or the chunks of an interleaved pipeline.
@@ -177,8 +177,8 @@ def explicit_layers(model: nn.Module | Sequence[nn.Module], modules: Sequence[nn
     times.
 
     Raises:
-        UnsupportedError: A module is not part of the model, is never called, or is inside another of the
-            modules.
+        UnsupportedError: A module is not part of the model, is never called, or is inside another listed
+            module.
     """
     chunks = chunks_of(model)
     names = {
@@ -191,7 +191,7 @@ def explicit_layers(model: nn.Module | Sequence[nn.Module], modules: Sequence[nn
         if isinstance(module, nn.ModuleList | nn.ModuleDict) and not _is_called(module):
             raise UnsupportedError(
                 f"layer {number} ({names[module][1]}) is a {type(module).__name__}, which is never called. "
-                "Pass the modules inside it"
+                "Pass the modules inside this list"
             )
         chunk, name = names[module]
         layers.append(Layer(LayerId(number, name or type(module).__name__), module, chunk))

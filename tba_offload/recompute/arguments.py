@@ -1,9 +1,9 @@
 """Arguments of a layer for its second run, in the state that they had before the first run.
 
 The checkpoint saves all tensors among the arguments, including tensors in lists, dicts and tuples. Hooks
-around the checkpoint may offload these tensors. Lists and dicts that layers share are copied before the first
-run. A key-value cache of transformers is replaced by an empty cache, because the layer must not append to the
-cache twice.
+around the checkpoint may offload the tensors that the checkpoint saves. Lists and dicts that layers share are
+copied before the first run. A key-value cache of transformers is replaced by an empty cache, because the
+layer must not append to the cache twice.
 """
 
 from __future__ import annotations

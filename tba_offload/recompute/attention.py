@@ -4,8 +4,8 @@ The first run offloads the output of attention.
 
 On the way from autograd to a device's kernels, PyTorch's dispatcher passes the key ``BackendSelect``, which
 does nothing for operations on tensors. This module registers a function at ``BackendSelect`` for each
-operation of fused attention. The function checks whether the current thread runs a layer that reuses
-attention. In all other cases, attention runs unchanged. PyTorch's own selective checkpoint uses a dispatch
+operation of fused attention. The registered function checks whether the current thread runs a layer that
+reuses attention. Attention of other layers runs unchanged. PyTorch's own selective checkpoint uses a dispatch
 mode, which would make some operations choose other kernels.
 
 Attention is reused only if its call requires a gradient and draws no random numbers. If a call that draws
@@ -109,7 +109,7 @@ class AttentionOnce:
 _thread = threading.local()
 """The function that replaces attention on this thread.
 
-Its arguments are the operation and the original implementation.
+The function's arguments are the operation and the original implementation.
 """
 
 
@@ -138,7 +138,10 @@ def _register_all() -> None:
 
 
 def take_out() -> None:
-    """Remove our functions from all operations. The next :class:`AttentionOnce` registers them again."""
+    """Remove our functions from all operations.
+
+    The next :class:`AttentionOnce` registers our functions again.
+    """
     while _registered:
         _registered.popitem()[1]._destroy()
 

@@ -58,7 +58,7 @@ class RecomputedLayer:
         modes: The :class:`Mode` of the layer, by the training flags of its modules.
         tried: Modes in which a :class:`Trial` has shown whether the layer can be recomputed.
         last_saved: Index of the last tensor that the layer saves. Most differences between two runs also
-            change this tensor.
+            change the last saved tensor.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class _Execution:
         return output
 
     def _end_first_run(self) -> None:
-        """Compute the digests of the first run. In a new mode, also record its side effects."""
+        """Compute the digests of the first run. In a new mode, also record side effects of the first run."""
         layer, look, self._look = self._layer, self._look, None
         self._first.end()
         self._has_ended, layer.last_saved = True, self._first.last
@@ -291,14 +291,14 @@ class _Ended(BaseException):
 def _hold_nothing(_: object) -> None:
     """Drop a saved tensor. This function replaces ``pack`` and ``unpack`` in a trial.
 
-    In a trial, a layer that computes gradients in its forward therefore fails.
+    A trial fails for a layer that computes gradients in its forward.
     """
 
 
 class Trial(_Execution):
     """A test of whether a layer can be recomputed: a second run of a layer that is not recomputed.
 
-    The second run takes place when backward reaches the layer, like a recomputation. The results of this
+    The second run takes place when backward reaches the layer, like a recomputation. The results of a trial's
     second run are dropped. A checkpoint around a single number restores the random generators and the
     autocast state of forward.
     """
@@ -343,7 +343,7 @@ class Trial(_Execution):
     def _judged(self) -> Iterator[None]:
         """Record any error, including errors of the layer's own code.
 
-        After an error, the planner does not recompute the layer.
+        After an error in its trial, the planner does not recompute the layer.
         """
         try:
             yield
@@ -355,8 +355,8 @@ class Trial(_Execution):
     def _note(self, differs: torch.Tensor) -> None:
         if differs.item():
             cause = (
-                f"{OTHER}. If its forward changes a counter or a global variable, this trial has changed it "
-                "once more than training without offloading does"
+                f"{OTHER}. If its forward changes a counter or a global variable, this trial has changed the "
+                "variable once more than training without offloading does"
             )
             raise cannot(self._layer.name, cause)
 
@@ -390,8 +390,8 @@ _FRAMEWORKS = frozenset({"torch", "megatron", "transformer_engine", "tba_offload
 def _static(module: nn.Module) -> dict[int, tuple[str, weakref.ref[torch.UntypedStorage]]]:
     """Return the storages that are compared by version and not read: parameters and large buffers.
 
-    The dict maps the address of each storage to the name of the tensor and a weak reference to the storage.
-    The reference is needed because sharding frees storages, so an address may be reused.
+    The returned dict maps the address of each storage to the name of the tensor and a weak reference to the
+    storage. The weak reference is needed because sharding frees storages, so an address may be reused.
     """
     large = ((name, buffer) for name, buffer in module.named_buffers() if buffer.nbytes > SMALL)
     named = (*module.named_parameters(), *large)

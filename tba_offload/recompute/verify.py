@@ -5,8 +5,8 @@ digest of the first run is kept. At the end of the second run, the digests are c
 Backward gets the tensors of the second run only after this comparison. The result of the comparison is one
 flag, which is read before the optimizer's step.
 
-In the first three steps of a layer in each mode and placement, every tensor is read. Later steps read the
-last tensor and one eighth of the other tensors: see :meth:`Verifier.part`.
+In the first three steps of a layer in each mode and placement, every saved tensor is read. Later steps read
+the last tensor and one eighth of the other tensors: see :meth:`Verifier.part`.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def other_numbers(layer: str) -> TbaError:
     """Return the error of a layer whose second run gave other numbers."""
     return cannot(
         layer,
-        f"{OTHER}. The layer depends on state that changed between the two runs: a counter, a global "
-        "variable, a random generator of its own, or with states.when 'backward' the weight of a later layer "
-        "(this case needs states.when 'step'). Do not use the gradients of this step. With states.when "
-        "'backward', the layers after this layer are already updated: load a checkpoint",
+        f"{OTHER}. The layer depends on state that changed between the two runs, such as a counter, a global "
+        "variable or a random generator of its own. With states.when 'backward', this state may also be the "
+        "weight of a later layer: set states.when to 'step'. Do not use the gradients of this step. With "
+        "states.when 'backward', the layers after this layer are already updated: load a checkpoint",
     )
 
 
@@ -66,8 +66,8 @@ def modified(what: str) -> SavedTensorModifiedError:
 class Verifier:
     """The results of the comparisons of one session.
 
-    A comparison is computed on the device. The result is read before the next step of any optimizer. On a
-    CPU, the result is read at once.
+    A comparison is computed on the device. The result of a comparison is read before the next step of any
+    optimizer, or at once on a CPU.
 
     Args:
         report: Called with a message about layers that ``auto`` does not recompute.
@@ -106,8 +106,8 @@ class Verifier:
     def part(self, mode: Hashable) -> int | None:
         """Return the index of the part (one eighth) of a layer's tensors to read; ``None`` for all tensors.
 
-        The first three steps read all tensors. Each later step reads one of eight parts, so that eight steps
-        of the layer read every byte. All micro-batches of a step read the same part.
+        The first three steps of a mode read all tensors. Each later step reads one of eight parts, so that
+        eight steps of the layer read every byte. All micro-batches of a step read the same part.
 
         Args:
             mode: The layer, and all settings that may change its choice of kernels.
@@ -155,8 +155,8 @@ class SavedTensors:
         always: Index of one more tensor that is always read.
 
     Attributes:
-        forms: For each tensor, the properties that must be equal in both runs. The last property is the
-            version, if the tensor is a parameter or a large buffer.
+        forms: For each tensor, the properties that must be equal in both runs. The last property of a
+            parameter or a large buffer is its version.
         numbers: The digest for each device, after the end of the run.
         last: Index of the last tensor that depends on the layer's computation.
         fills_last: Whether the last operation may still write to a tensor that it has saved.

@@ -109,7 +109,7 @@ class Step:
 
     @property
     def timeline(self) -> TimelineEvent:
-        """The timeline of the step. Call its method ``write(path)`` for a picture or a trace.
+        """The timeline of the step. ``timeline.write(path)`` writes a picture or a trace.
 
         Raises:
             SessionError: No timeline was recorded, or the step has not ended or raised an exception.

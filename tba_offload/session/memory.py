@@ -161,7 +161,10 @@ class Memory:
             self.enter(UPDATE)
 
     def resume(self) -> None:
-        """Measure activations again after an optimizer step. Count the bytes that it allocated as states."""
+        """Measure activations again after an optimizer step.
+
+        Bytes that the optimizer step allocated count as states.
+        """
         if self.meter is not None and self._live_at_pause is not None:
             self._state_bytes += max(self.meter.live() - self._live_at_pause, 0)
             self._live_at_pause = None

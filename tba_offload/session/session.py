@@ -106,20 +106,20 @@ class Session:
             activations.
         config: The policy.
         run_log: Path of the run log; ``None`` for no run log.
-        strategy: Label of this run in ROK plots. By default the placement and the other offloaded data.
+        strategy: Label of this run in ROK plots; by default the placement and the other offloaded data.
         model_info: Facts about the model for the header of the run log.
-        measure_memory: Whether to measure the activation peak. The measurement is free on CUDA. On a CPU, a
-            thread samples memory, which takes a part of a core. :meth:`step` can override the setting for one
-            step.
+        measure_memory: Whether to measure the activation peak. On CUDA, measuring the peak is free. On a CPU,
+            a thread samples memory, which takes a part of a core. :meth:`step` can override the setting for
+            one step.
         world: The ranks that share the model; by default only this rank.
         tokens: Number of tokens of one micro-batch, or a function of the arguments of the model's forward
-            that returns this number. By default the number of elements of ``input_ids``, or else of the first
-            positional tensor of integers.
+            that returns this number. By default, the elements of ``input_ids`` are counted, or else of the
+            first positional tensor of integers.
         steps_by_hand: Whether the program marks each step with :meth:`step`.
         optimizers: The optimizers whose states are offloaded too.
         masters: Master copies among the parameters of ``optimizers``, see
             :func:`tba_offload.offload_optimizer`.
-        updated_by: Optimizers that update the model. Needed only with ``steps_by_hand``, because the session
+        updated_by: Optimizers that update the model; needed only with ``steps_by_hand``, because the session
             then watches no optimizers.
         on_step: Functions to call with the record of each step.
         trace_steps: Indices of the steps whose timeline is recorded.
@@ -373,7 +373,7 @@ class Session:
             tokens: Number of tokens of the step, for the run log. By default the tokens that the model
                 receives are counted.
             model_flops: FLOPs of the model in the step, without recomputation.
-            measure_memory: Whether to measure the activation peak. By default as passed to :func:`attach`.
+            measure_memory: Whether to measure the activation peak; by default as passed to :func:`attach`.
             trace: Whether to record a timeline, for ``step.timeline``, the run log and
                 ``tba-offload timeline``. With a timeline, the memory of the step is always measured.
 
@@ -381,8 +381,8 @@ class Session:
             The step. After the block, its attribute ``record`` is the :class:`StepRecord`.
 
         Raises:
-            SessionError: On entering, if the session is closed, another step is open, or the process is a
-                forked child.
+            SessionError: The session is closed, another step is open, or the process is a forked child. The
+                error is raised at the start of the block.
         """
         trace = trace or self.recorder.last_step + 1 in self._traced
         wanted = self._is_measured if measure_memory is None else measure_memory
@@ -455,7 +455,7 @@ class Session:
             attention.take_out()
 
     def _close(self) -> None:
-        """Close everything in reverse order. An error of one part does not stop the others from closing."""
+        """Close everything in reverse order. An error of one part does not stop other parts from closing."""
         with ExitStack() as opened:
             for close in self._closers:
                 opened.callback(close)

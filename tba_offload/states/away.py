@@ -105,7 +105,7 @@ class AwayTensor(_Away):
     __torch_dispatch__ = _Away._refuse  # type: ignore[assignment] # other types there
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """Return no inner tensors. Tools that count memory with this protocol then count no bytes."""
+        """Return no inner tensors, so that tools that count memory with this protocol count no bytes."""
         return [], None
 
 

@@ -2,9 +2,9 @@
 
 A sub-group is updated as soon as its gradients are final. After the update, the gradients are freed.
 
-Gradients are final in the last backward pass before ``optimizer.step()``. When the last pass returns, all
-parameters have their new values. ``step()`` only checks that gradients, settings, states and parameters have
-not changed after backward. Reading a freed gradient raises an error.
+Gradients are final in the last backward pass before ``optimizer.step()``. When the last backward pass
+returns, all parameters have their new values. ``step()`` only checks that gradients, settings, states and
+parameters have not changed after backward. Reading a freed gradient raises an error.
 """
 
 from __future__ import annotations
@@ -158,10 +158,10 @@ class BackwardUpdates(Updates):
     def _note_later_use(self, parameter: torch.Tensor) -> None:
         """Record whether a later node of the graph still uses the memory of a parameter.
 
-        Nodes that contributed to the gradient have already released the parameter. Another node may still
-        hold the parameter, for example if another layer uses the weight through ``.data``. The other node
-        would then read the new value. To find such a node, the reference count is compared with the count at
-        the end of an earlier pass. In the first pass of a parameter, no earlier count is known.
+        Nodes that contributed to the gradient have already released the parameter. A later node may still
+        hold the parameter, for example if another layer uses the weight through ``.data``, and would then
+        read the new value. A reference count above the count at the end of an earlier pass shows that a later
+        node holds the parameter. In the first pass of a parameter, no earlier count is known.
         """
         if _references_to(parameter) > self._references.get(parameter, 0):
             self._read_later.add(parameter)

@@ -128,7 +128,7 @@ class SubGroup:
 
     @property
     def moving(self) -> list[torch.Tensor]:
-        """The parameters that have gradients. An update changes only these parameters."""
+        """The parameters that have gradients. An update changes only parameters with gradients."""
         return [each for each in self.parameters if each.grad is not None]
 
     def cut(self, value: Any) -> Any:

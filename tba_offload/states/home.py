@@ -42,8 +42,8 @@ class Homes:
         read_bytes: Bytes whose reads have started.
         written_bytes: Bytes whose writes have started.
         waited: Seconds spent waiting for transfers.
-        waits: Start and end of each wait. By default, the deque has length 0. Assign a longer deque to record
-            waits.
+        waits: Start and end of each wait. By default, no wait is recorded, because the deque has length 0.
+            Assign a longer deque to record waits.
     """
 
     def __init__(self, store: MultiStore, device: Device) -> None:
@@ -128,8 +128,8 @@ class Home:
 
         Args:
             memory: The memory to fill.
-            after: Event after which the device no longer uses the memory. By default, an event after all work
-                that the calling thread has submitted so far.
+            after: Event after which the device no longer uses the memory. The default is an event after all
+                work that the calling thread has submitted so far.
 
         Raises:
             SessionError: The store is closed.

@@ -2,7 +2,7 @@
 
 States of the sub-groups that the CPU updates stay in host memory. Only gradients are copied to the host, and
 parameters are copied back, as in Deep Optimizer States (arXiv 2410.21316). CPU and device both run the
-optimizer's own code. On the host, this code uses CPU kernels, which may round differently.
+optimizer's own code. On the host, the optimizer's code uses CPU kernels, which may round differently.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class _Rates:
     first measured update, the CPU gets half of the sub-groups.
 
     Args:
-        is_auto: Whether device and CPU both work. Otherwise the CPU updates all sub-groups.
+        is_auto: Whether device and CPU both update sub-groups. If False, the CPU updates all sub-groups.
     """
 
     def __init__(self, *, is_auto: bool) -> None:

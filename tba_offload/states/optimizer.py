@@ -100,7 +100,7 @@ class OptimizerStates:
         offloaded as before.
 
         Args:
-            parameter: The parameter. If it is a master copy, the block sets the master as well.
+            parameter: The parameter. For a master copy, the block also sets the master.
             states: Whether the block sets the states.
 
         Raises:
@@ -257,8 +257,8 @@ def offload_optimizer(
     states get the same bits as without offloading.
 
     Args:
-        optimizer: Any optimizer of ``torch.optim`` except LBFGS. With ``states.trust``, also another
-            optimizer that updates each parameter independently. The optimizer may already have made updates.
+        optimizer: Any optimizer of ``torch.optim`` except LBFGS. With ``states.trust``, other optimizers are
+            allowed if they update each parameter independently. The optimizer may already have made updates.
         config: The configuration, as for :func:`tba_offload.attach`. Only ``states`` and ``store`` are used.
         model: The model that the optimizer trains, or its chunks. Messages use the parameter names of the
             model. With ``when: backward`` and several processes, the model is needed to check that
@@ -266,7 +266,7 @@ def offload_optimizer(
         masters: Maps each high-precision copy that the optimizer updates to its model parameter. Master
             copies are offloaded with their states. Each model parameter is set as soon as its master is
             updated.
-        directories: Directories of the store: one path, or one path for each drive. This argument replaces
+        directories: Directories of the store: one path, or one path for each drive. ``directories`` replaces
             the directories in the policy.
         updated: Function that is called with the record of each update.
 
@@ -307,9 +307,10 @@ def _names_in(modules: Sequence[nn.Module]) -> dict[torch.Tensor, str]:
 def _wrap_states(_: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
     """Return the state dict with wrapped tensors.
 
-    Later, the wrapped tensors are copied to the device one sub-group at a time.
+    The wrapped tensors pass PyTorch's checks. Later, the tensors are copied to the device one sub-group at a
+    time.
 
-    Before that, the wrapped tensors pass PyTorch's checks. Entries without a parameter are not wrapped.
+    Entries without a parameter are not wrapped.
     """
     known = {each for group in state_dict["param_groups"] for each in group["params"]}
     states = {

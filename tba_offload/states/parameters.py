@@ -127,8 +127,8 @@ def _check_group(name: str, group: dict[str, Any], *, of_adafactor: bool) -> Non
 def _goes_by_position(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if an optimizer of bitsandbytes has settings by index of group and parameter.
 
-    All optimizers of bitsandbytes share one manager. The first step replaces module names in these
-    settings by parameter indices.
+    All optimizers of bitsandbytes share one manager. The first step replaces module names in the settings of
+    the manager by parameter indices.
     """
     manager = getattr(optimizer, "mng", None)
     return any(getattr(manager, name, None) for name in ("index2config", "module_weight_config_triple"))
@@ -282,7 +282,7 @@ def is_dense(value: torch.Tensor) -> bool:
 
 
 def is_distributed(value: object) -> bool:
-    """Return True for a ``DTensor``. If its module is not imported, no ``DTensor`` exists."""
+    """Return True for a ``DTensor``, which exists only if its module is imported."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 

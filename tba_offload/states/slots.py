@@ -61,7 +61,7 @@ class Slot:
         self._is_used = True  # earlier work on the device may still use the memory
 
     def lend(self) -> torch.Tensor:
-        """Return the whole memory as 1-D uint8, for work on the device. The next read waits for this work."""
+        """Return the whole memory as 1-D uint8, for work on the device. The next read waits for the work."""
         self._is_used = True
         return self._bytes
 
@@ -73,7 +73,7 @@ class Slot:
     def hold(self, group: SubGroup) -> None:
         """Set the sub-group whose bytes the caller changes in this slot.
 
-        The copy in the store is then outdated.
+        After this call, the copy of the sub-group in the store is outdated.
         """
         self.holder, self._is_newer = group, True
 
@@ -297,8 +297,8 @@ class Order:
     """The order in which sub-groups are updated, which determines when each sub-group is needed again.
 
     Args:
-        turns: Whether the next update has the reverse order. The next update then begins with the sub-groups
-            that are still in their slots, and these sub-groups need no write and no read.
+        turns: Whether the next update has the reverse order. An update in reverse order begins with the
+            sub-groups that are still in their slots, and these sub-groups need no write and no read.
     """
 
     def __init__(self, *, turns: bool) -> None:
@@ -333,10 +333,10 @@ class Order:
     def next_use(self, group: SubGroup) -> int:
         """Return a number that shows when a sub-group is needed again.
 
-        The remaining sub-groups of this update come first.
+        The remaining sub-groups of the current update have the smallest numbers.
 
-        Of the updated sub-groups, the last one comes first, as if the next update had the reverse order. In
-        any case, a slot whose write has finished is reused first.
+        Of the updated sub-groups, the last one has the smallest number, as if the next update had the reverse
+        order. In any case, a slot whose write has finished is reused first.
         """
         place = self._places.get(group, 2 * _FAR)
         if place <= self._at:

@@ -52,7 +52,7 @@ class Twin:
     def run(self, number: int, entries: Mapping[torch.Tensor, Entry], options: Mapping[str, Any]) -> None:
         """Update some parameters of one parameter group.
 
-        Then ``states`` holds the states of these parameters.
+        After the update, ``states`` holds the states of these parameters.
 
         After an error, ``states`` holds the states that exist.
 

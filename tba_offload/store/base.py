@@ -143,7 +143,7 @@ class Store(ABC):
         """
 
     def shrink(self, end: int) -> None:  # noqa: B027 - as above
-        """Free the room after the first ``end`` bytes. No extent uses this room."""
+        """Free the room after the first ``end`` bytes, which no extent uses."""
 
     def close(self) -> None:  # noqa: B027 - as above
         """Free everything, after the last transfer has ended."""
@@ -240,7 +240,9 @@ class Moved(NamedTuple):
 
 
 def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
-    """Close a store and its users at the end of a block. After an error in the block, only warn.
+    """Close a store and its users at the end of a block.
+
+    After an error in the block, warn instead of raising.
 
     Args:
         error: The exception of the block; ``None`` if the block raised nothing.

@@ -2,10 +2,10 @@
 
 Direct I/O needs addresses, offsets and lengths that are multiples of the drive's block. PyTorch aligns memory
 on the CPU to 64 bytes only. The first and last blocks of a storage may therefore extend beyond the storage.
-These blocks are still in mapped memory, because a block is no larger than a page. A write without a copy
-starts at the storage's address rounded down to a block, and ends at its end address rounded up to a block.
-The ``lead`` of an extent is the distance from the start of the write to the payload. A read without a copy is
-possible if its target has the same lead and owns the first and last block.
+The first and last blocks are still in mapped memory, because a block is no larger than a page. A write
+without a copy starts at the storage's address rounded down to a block, and ends at its end address rounded up
+to a block. The ``lead`` of an extent is the distance from the start of the write to the payload. A read
+without a copy is possible if its target has the same lead and owns the first and last block.
 
 All other bytes are copied through a staging slab: bytes on a GPU, targets with another lead, and sources
 whose blocks the drive checksums. If the drive checksums blocks, the bytes next to the payload must not change
@@ -54,8 +54,8 @@ _SMALL_BLOCKS, _KEEPS_DIRECT = (512, BLOCK), ("ext4", "xfs")
 class FileStore(Store):
     """A store in one open file without a name, which system calls write and read.
 
-    The file and its own directory have names only while they are created. Afterwards, the kernel frees the
-    blocks when the last descriptor is closed, even if the process is killed.
+    The file and its own directory have names only while they are created. The kernel frees the blocks of the
+    file when the last descriptor is closed, even if the process is killed.
 
     Args:
         directory: An existing directory in which to create the file.
@@ -322,7 +322,7 @@ def check_directory(path: str) -> None:
     """Check that a directory exists and can be opened.
 
     Raises:
-        StoreError: The directory cannot be used. The message has the remedy.
+        StoreError: The directory cannot be used.
     """
     with opened_directory(path):
         pass

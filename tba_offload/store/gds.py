@@ -1,17 +1,17 @@
 """A store in one unlinked file that GPUDirect Storage writes and reads.
 
 This is the only module that uses kvikio. The path of a transfer depends on the machine. With the nvidia-fs
-driver, or with PCIe peer-to-peer, the bytes never touch the host. Without both, the bytes pass through host
-memory. :attr:`GdsStore.path` is the name of the path. If cuFile does not accept a file at all, opening the
-store raises an error, because :class:`tba_offload.store.file.FileStore` moves bytes through the host faster
-than kvikio does.
+driver, or with PCIe peer-to-peer, the bytes never touch the host. Without nvidia-fs and PCIe peer-to-peer,
+the bytes pass through host memory. :attr:`GdsStore.path` is the name of the path. If cuFile does not accept a
+file at all, opening the store raises an error, because :class:`tba_offload.store.file.FileStore` moves bytes
+through the host faster than kvikio does.
 
 Transfers use cuFile's own calls, which wait for no CUDA stream. Before a transfer, the I/O thread waits for
 the producer of the bytes. kvikio's ``pread``, ``pwrite``, ``raw_read`` and ``raw_write`` wait for all work on
 CUDA's default stream, which PyTorch uses by default. ``raw_read_async`` and ``raw_write_async`` take a
-stream, but also wait for the default stream unless cuFile has a configuration file. These two calls also copy
-with kernels, which take multiprocessors from training. kvikio is used to find the cuFile library and its
-driver, and to check whether the machine has what cuFile needs.
+stream, but also wait for the default stream unless cuFile has a configuration file. ``raw_read_async`` and
+``raw_write_async`` also copy with kernels, which take multiprocessors from training. kvikio is used to find
+the cuFile library and its driver, and to check whether the machine has what cuFile needs.
 
 No memory is registered with cuFile. Registration makes transfers faster only if the same buffer is used many
 times, but PyTorch's caching allocator places each tensor elsewhere.
@@ -41,7 +41,7 @@ NVIDIA_FS = Path("/proc/driver/nvidia-fs/stats")
 """A file that exists if the nvidia-fs driver is loaded."""
 
 UDEV = Path("/run/udev")
-"""The directory in which cuFile looks for drives. If it is missing, kvikio does not use cuFile."""
+"""The directory in which cuFile looks for drives. Without this directory, kvikio does not use cuFile."""
 
 
 class GdsStore(FileStore):
@@ -58,7 +58,7 @@ class GdsStore(FileStore):
         checksum: Whether to compute checksums.
 
     Raises:
-        StoreError: The directory cannot be used, or cuFile does not accept files there.
+        StoreError: The directory cannot be used, or cuFile does not accept files in the directory.
         MissingDependencyError: kvikio, or a library that it needs, is missing.
     """
 
@@ -70,7 +70,7 @@ class GdsStore(FileStore):
         kvikio = import_kvikio()
         if kvikio.defaults.is_compat_mode_preferred():
             why = f"KVIKIO_COMPAT_MODE is ON, libcufile is not found, or the container has no {UDEV}"
-            raise self._refused(f"kvikio is in compatibility mode: {why}, where cuFile looks for drives")
+            raise self._refused(f"kvikio is in compatibility mode: {why}, which cuFile needs")
         try:
             self._cufile = CuFile(self.fd)
         except OSError as error:

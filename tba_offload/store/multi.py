@@ -52,13 +52,13 @@ class MultiStore:
     """One store over several places. Each place has its own threads, extents, load and health.
 
     A write goes to one place that is in service and has room. If there are drives and host memory,
-    :func:`tba_offload.planner.window.is_for_host` chooses between them. If drives come first, host memory
-    takes a write if the drives have more than ``spill_bytes`` left to write (the rule of TERAIO), or have no
-    room. Among several drives, the write goes to the drive with the shortest estimated time. The estimate
-    counts the bytes that a drive holds and the bytes that are queued for the drive. If a write fails, its
-    place takes no writes for a pause. Then one write tries the place again. Each failure doubles the pause.
-    Queued writes to a failed place end with the error of the place. A write to a full place fails when the
-    place has to grow.
+    :func:`tba_offload.planner.window.is_for_host` chooses between drives and host memory. If drives come
+    first, host memory takes a write if the drives have more than ``spill_bytes`` left to write (the rule of
+    TERAIO), or have no room. Among several drives, the write goes to the drive with the shortest estimated
+    time. The estimate counts the bytes that a drive holds and the bytes that are queued for the drive. If a
+    write fails, its place takes no writes for a pause. After the pause, one write tries the place again. Each
+    failure doubles the pause. Queued writes to a failed place end with the error of the place. A write to a
+    full place fails when the place has to grow.
 
     Args:
         stores: At least one place. Closing this store closes all places. If the first place is host memory,
@@ -75,7 +75,8 @@ class MultiStore:
             at any time.
         alignment: The largest alignment of the places, which is valid for all places.
         kind: Kinds of the places.
-        beside: Index of the host memory that is used together with drives; ``None`` if there is none.
+        beside: Index of the host memory that is used together with drives; ``None`` without drives or host
+            memory.
 
     Raises:
         RuntimeError: The process cannot start more threads.
@@ -212,7 +213,7 @@ class MultiStore:
 
         Raises:
             StoreError: The transfer failed, or was cancelled (``errno.ECANCELED``). Each call raises a new
-                object.
+                error object.
             HangingError: The place has not answered for ``stall_seconds``, and takes no writes for a while.
         """
         limit = self.stall_seconds
@@ -407,7 +408,8 @@ class MultiStore:
         Later calls of this method do nothing.
 
         Raises:
-            HangingError: A place does not answer. Its thread, memory and file stay until the process ends.
+            HangingError: A place does not answer. The threads, memory and file of the place stay until the
+                process ends.
         """
         if self._unusable:
             return

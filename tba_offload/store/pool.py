@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tba_offload.store.base import Extent
 
 TICK = 1.0
-"""Period in seconds. A wait is counted in such periods instead of by the clock.
+"""Period in seconds. The length of a wait is counted in periods instead of by the clock.
 
 The clock continues while a process is stopped, for example by a batch system that suspends the job. With
 periods, each stop adds at most one period to a wait for a drive.
@@ -31,7 +31,7 @@ class Transfer:
     Args:
         memory: The bytes to write, or the memory to fill. The caller must not use this memory before the
             transfer has ended.
-        after: A point in the work of the device. The transfer starts when the device has reached this point.
+        after: A point in the work of the device, which the device reaches before the transfer starts.
         extent: The extent to read or write; ``None`` for a write to a new extent.
 
     Attributes:
@@ -138,7 +138,7 @@ class WorkerPool:
             queue.put(transfers[first::width])
 
     def _work(self, queue: _Queue) -> None:
-        """Run transfers until the pool stops. This is the main loop of an I/O thread."""
+        """Run transfers until the pool stops: the main loop of an I/O thread."""
         self._bind()
         while (batch := queue.get()) is not None:
             while batch:

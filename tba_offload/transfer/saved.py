@@ -34,8 +34,8 @@ class State(enum.Enum):
 class Unread:
     """An object that all unused handles of a saved storage hold, except the first handle.
 
-    When the last handle with this object is used or dropped, the restored storage loses its strong reference.
-    Counting handles would need a finalizer.
+    When the last handle with an ``Unread`` is used or dropped, the restored storage loses its strong
+    reference. Counting handles would need a finalizer.
 
     Attributes:
         memory: The restored storage.
@@ -51,7 +51,7 @@ FIRST = Unread()
 
 
 class Handle:
-    """The reference of one saved tensor to a saved storage. Autograd owns the reference.
+    """The reference of one saved tensor to a saved storage. Autograd owns the handle.
 
     Most storages have one handle. The first handle of a storage creates no :class:`Unread`, because each
     object takes time in the cyclic garbage collector.

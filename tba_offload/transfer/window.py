@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tba_offload.transfer.saved import SavedRef
 
 NOTICEABLE = 20e-6
-"""Shortest wait in seconds whose start and end are recorded. Shorter waits are only added to the total."""
+"""Shortest wait, in seconds, whose start and end are recorded."""
 
 
 @dataclass(slots=True)
@@ -28,8 +28,8 @@ class TransferStats:
         held: Bytes written although another reference kept the storage in memory, so nothing was freed.
         fallback_kept: Bytes that stayed in memory because their write failed.
         full: Whether the store had no room for some of the bytes in ``fallback_kept``.
-        stall_seconds: Time that the training thread waited for I/O. An accelerator may be busy during such a
-            wait.
+        stall_seconds: Time that the training thread waited for I/O. An accelerator may be busy while the
+            training thread waits.
         in_flight_peak: Largest number of bytes in flight.
         own_peak: Largest number of bytes in the offloader's memory: in flight or kept.
         stalls: Start and end of each wait of the training thread, except very short waits.

@@ -249,7 +249,7 @@ REFUSED: dict[str, tuple[Callable[[Any], list[nn.Module]], str]] = {
     "around": (lambda model: [model.a.inner, model.a], rf"^layer 1 \(a\) and layer 0 \(a.inner\) {NESTED}"),
     "a list": (
         lambda model: list(model.rows),
-        r"^layer 0 \(rows.0\) is a ModuleList, which is never called. Pass the modules inside it$",
+        r"^layer 0 \(rows.0\) is a ModuleList, which is never called. Pass the modules inside this list$",
     ),
 }
 
