@@ -10,13 +10,15 @@ trains in a process of its own, and single steps alternate. Ratios are to ``chec
 switch; that of ``checkpointing again`` is noise. ``checkpointing to host`` is the switch's own offloading, on
 an accelerator only. ``keep`` races if the estimate of its peak is at most --memory. ``host`` and ``drive``
 take the switch over: they are recompute-offload. With --rate, a second race has drives that read and write R
-bytes a second, without and with host memory first; 1.2x is 1.2 times the need of the lane ``drive``.
+bytes a second, without and with host memory first; 1.2x is 1.2 times the need of the lane ``drive``, which
+then always races.
 
 FILE of --json is written after each race; what is in it is not raced again, and is drawn too.
 
-Need: the bytes that layers save by the time of their forward, and in brackets the need at the shorter context
-before it, scaled by what ``tba-offload estimate`` says of both. Had: the rate of the drive while it wrote.
-Expected waits: the time to write all but a window of the bytes, less the time in which the layers compute.
+Need: the bytes that layers save, divided by the time of the forward. The need in brackets is predicted: the
+bytes that the sizes of the model give, divided by the forward of checkpointing, which uses no store. Had: the
+rate of the drive while it wrote. Expected waits: the time to write all but a window of the bytes, less the
+time in which layers compute after the first write began.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -49,7 +51,11 @@ from tba_offload.days import bytes_per_day
 from tba_offload.device import device_of
 from tba_offload.device.host_memory import keep_freed_pages
 from tba_offload.device.meters import meter_of
+from tba_offload.estimate import dry_model
 from tba_offload.formatting import readable_size
+from tba_offload.placements import Placement
+from tba_offload.planner.model import Bandwidth, Plan
+from tba_offload.planner.window import Window
 from tba_offload.report import rok
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
@@ -57,7 +63,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from around import put_around
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -66,6 +72,7 @@ if TYPE_CHECKING:
     Figures = dict[str, Any]
 
 BASE, CONTROL = "checkpointing", "checkpointing again"
+LANES = "host", "drive", "checkpointing to host", "keep"
 WARM_UP = 2
 """Rounds that do not count. On a CPU only the second one measures memory, because samples take time."""
 
@@ -73,7 +80,7 @@ CHUNK = 512
 """Tokens in a chunk of the loss."""
 
 FEW = 2
-"""Layers of the model that is estimated: the need does not depend on depth, and the estimate is faster."""
+"""Layers of the model that is estimated, because an estimate of few layers is faster."""
 
 SMALL = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 4, "vocab_size": 4096}
 LARGE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "vocab_size": 128256}
@@ -95,6 +102,13 @@ class Shape:
 
         sizes = {"num_hidden_layers": self.layers, "max_position_embeddings": self.context}
         return transformers.LlamaConfig(**MODELS[self.model], **sizes, use_cache=False)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the inputs of all layers, and of cosine and sine of the positions, which layers share."""
+        config = self.config()
+        width = self.layers * config.hidden_size + 2 * config.head_dim
+        return int(width * self.context * DTYPES[self.dtype].itemsize)
 
     def build(self, device: str) -> Any:
         """Return the model, with gradients of zero: they shall not count as activations."""
@@ -205,7 +219,7 @@ def transfers(record: tba.StepRecord, moves: Sequence[Moved]) -> Figures:
         busy += max(each.ended - max(each.began, until), 0.0)
         until = max(until, each.ended)
     written = sum(each.nbytes for each in writes)
-    saved = record.offloaded_bytes + record.forwarded_bytes
+    saved = record.read_bytes + record.forwarded_bytes  # a running write of used bytes would count twice
     had = written / busy if busy else None
     return {"saved": saved, "written": written, "had": had, "wait": record.stall_seconds}
 
@@ -215,13 +229,17 @@ def transfers(record: tba.StepRecord, moves: Sequence[Moved]) -> Figures:
 
 @dataclasses.dataclass
 class Bench:
-    """The races of one model at one context."""
+    """The races of one model at one context.
+
+    ``forward`` is the time of a forward of checkpointing in the last race.
+    """
 
     shape: Shape
     device: str
     place: str
     steps: int
     window: int
+    forward: float = 0.0
 
     def race(self, lanes: Mapping[str, Figures]) -> dict[str, Figures]:
         """Race lanes beside checkpointing; return a row of figures for each."""
@@ -229,25 +247,25 @@ class Bench:
         common = {"shape": self.shape, "device": self.device}
         entrants = {name: Entrant(ContextRunner, common | lane) for name, lane in lanes.items()}
         results = shown_race(entrants, self.steps + WARM_UP)
-        return {name: row_of(name, self.shape, results[name], results[BASE]) for name in results}
+        rows = {name: row_of(name, self.shape, results[name], results[BASE]) for name in results}
+        self.forward = statistics.mean(rows[name]["forward"] for name in (BASE, CONTROL))
+        for row in rows.values():
+            row["predicted_need"] = row["need"] and self.shape.saved_bytes / self.forward
+        return rows
 
     def policy(self, **store: Any) -> Figures:
         """Return a lane of this package with a store: it takes over the switch, and offloads inputs."""
         budget = {"in_flight_bytes": self.window}
         return {"switch": {}, "policy": {"default": "offload", "budget": budget, "store": store}}
 
-    def unheld(self, memory: int, wanted: Sequence[str]) -> dict[str, Figures]:
-        estimated = self.estimate()
+    def unheld(self, memory: int, wanted: Collection[str]) -> dict[str, Figures]:
         lanes = {"host": self.policy(kind="host")}
         lanes["drive"] = self.policy(kind="file", directories=[self.place])
         if self.device != "cpu":
             lanes["checkpointing to host"] = {"switch": {"offload": True}}
-        if estimated["keep"]["activation_peak_bytes"] * self.shape.layers / FEW <= memory:
+        if "keep" in wanted and self.keep_peak() <= memory:
             lanes["keep"] = {}
-        rows = self.race({name: lane for name, lane in lanes.items() if name in (wanted or lanes)})
-        for row in rows.values():
-            row["estimated_need"] = estimated["recompute-offload"]["drives_need"]
-        return rows
+        return self.race({name: lane for name, lane in lanes.items() if name in wanted})
 
     def held(self, drive: Figures, rates: Sequence[str], capacity: int) -> dict[str, Figures]:
         """Race drives that are held to rates, without and with host memory first."""
@@ -258,22 +276,26 @@ class Bench:
             rate = float(name[:-1]) * drive["need"] if name.endswith("x") else parse_size(name)
             lanes[f"drive at {name}"] = {"rate": rate} | self.policy(**store)
             lanes[f"host first at {name}"] = {"rate": rate} | self.policy(**store, **first)
-        rows, computes = self.race(lanes), drive["forward"] * (1 - 1 / self.shape.layers)
+        rows, rules = self.race(lanes), Window(self.window)
+        first = math.ceil((rules.held_back + rules.batch) * self.shape.layers / drive["saved"])
+        computes = self.forward * (1 - first / self.shape.layers)
         for name, lane in lanes.items():
             room = capacity if "order" in lane["policy"]["store"] else 0
             writes = (drive["saved"] - room - self.window) / lane["rate"]
-            rows[name] |= {"rate": lane["rate"], "expected_wait": max(writes - computes, 0.0)}
+            wait = max(writes - computes, 0.0)
+            rows[name] |= {"rate": lane["rate"], "expected_wait": wait, "need": None}
         return {name: rows[name] for name in lanes}
 
-    def estimate(self) -> dict[str, Figures]:
+    def keep_peak(self) -> float:
+        """Return the estimated peak of ``keep`` in bytes."""
         config = dataclasses.replace(self.shape, layers=FEW).config()
-        config.architectures = ["LlamaForCausalLM"]
         config.save_pretrained(self.place)
-        sizes = "--config", self.place, "--sequence", str(self.shape.context), "--dtype", self.shape.dtype
-        rates = "--flops", "1T", "--write", "1000TB/s", "--read", "1000TB/s"
-        command = [sys.executable, "-m", "tba_offload", "estimate", "--json", *sizes, *rates]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        return {row["placement"]: row for row in json.loads(done.stdout)["placements"]}
+        drives = {"flops": 1e12, "bandwidth": Bandwidth(1e12, 1e12)}
+        sizes = {"config": self.place, "dtype": self.shape.dtype, "batch": 1, "sequence": self.shape.context}
+        with dry_model(**drives, **sizes) as dry:
+            dry.run(Plan((Placement.OFFLOAD,) * FEW))
+            keep = dry.step(Plan((Placement.KEEP,) * FEW))
+        return keep.activation_peak * self.shape.layers / FEW
 
 
 def row_of(name: str, shape: Shape, steps: Sequence[Figures], base: Sequence[Figures]) -> Figures:
@@ -322,15 +344,6 @@ def show_rows(rows: Sequence[Figures], title: str) -> None:
 def alike(one: Figures, other: Figures, *keys: str) -> bool:
     """Return True if two rows are of one lane and have the same values."""
     return "rate" not in one | other and all(one[key] == other[key] for key in keys)
-
-
-def predict(rows: Sequence[Figures], found: Mapping[str, Figures]) -> None:
-    """Add the needs of new rows as predicted from those at the next shorter context."""
-    for row in found.values():
-        like = [each for each in rows if alike(each, row, "name", "model", "layers", "dtype")]
-        shorter = [each for each in like if each["need"] and each["context"] < row["context"]]
-        for last in sorted(shorter, key=lambda row: row["context"])[-1:]:
-            row["predicted_need"] = last["need"] * row["estimated_need"] / last["estimated_need"]
 
 
 def lines_of(rows: Sequence[Figures]) -> dict[str, list[Figures]]:
@@ -405,10 +418,10 @@ def draw(rows: Sequence[Figures], prefix: str) -> None:
 @click.option("--model", type=click.Choice(list(MODELS)), default="small")
 @click.option("--device", default="cpu")
 @click.option("--steps", type=click.IntRange(min=1), default=5, help="Timed steps of a lane.")
-@click.option("--lane", "wanted", multiple=True, help="Race this one beside checkpointing.  [default: all]")
+@click.option("--lane", "wanted", type=click.Choice(LANES), multiple=True, default=LANES)
 @click.option("--rate", "rates", multiple=True, help="Hold the drive to a rate: 200MB, or 1.2x of the need.")
 @click.option("--share", default=0.5, help="Share of the bytes that host memory takes first.")
-@click.option("--window", default=2.0, help="Bytes in flight, in inputs of a layer.")
+@click.option("--window", default=3.0, help="Bytes in flight, in inputs of a layer.")
 @click.option("--memory", default="4GiB", help="Memory for activations.")
 @click.option("--picture", help="Draw PICTURE-rok.svg and PICTURE-contexts.svg.")
 @directory_option
@@ -417,7 +430,7 @@ def main(
     *, contexts: Any, depths: Any, dtypes: Any, model: str, json_file: str | None, **options: Any
 ) -> None:
     """Race at every context."""
-    memory = parse_size(options["memory"])
+    memory, wanted = parse_size(options["memory"]), {*options["wanted"], *["drive"] * bool(options["rates"])}
     rows: list[Figures] = json.loads(Path(json_file).read_text()) if Path(json_file or "").is_file() else []
     with tempfile.TemporaryDirectory(prefix="tba-bench-", dir=options["directory"]) as place:
         for dtype, layers, context in itertools.product(dtypes, depths, contexts):
@@ -426,12 +439,11 @@ def main(
                 continue  # it is in the file
             window = int(options["window"] * MODELS[model]["hidden_size"] * context * DTYPES[dtype].itemsize)
             bench = Bench(shape, options["device"], place, options["steps"], window)
-            found = bench.unheld(memory, options["wanted"])
+            found = bench.unheld(memory, wanted)
             if options["rates"]:
                 room = int(options["share"] * found["drive"]["saved"])
                 found |= bench.held(found["drive"], options["rates"], room)
             title = f"{model}, {layers} layers, {dtype}, {context} tokens, window {readable_size(window)}"
-            predict(rows, found)
             show_rows(list(found.values()), title)
             rows += found.values()
             write_json(rows, json_file)

@@ -5,14 +5,13 @@
     python benchmarks/planner.py --rate 200MB         on a drive slowed down to 200 MB/s in each direction
     python benchmarks/planner.py --budget 0           without a budget, against keep and offload
     python benchmarks/planner.py --grid --json FILE   five models, four budgets, and four drives
-    python benchmarks/planner.py --against DIR        in turn with the planner of another checkout, too
 
 For every ``--budget`` (percent of keep's activation peak; 0 for none) auto races policies that a user could
 write down: keep the last layers and offload, or recompute, the others, as many as fit; offload or recompute
 all; half and half. One process each, single steps alternating. Policies that do not fit the budget race too,
-and count not. The lane ``keep again`` is keep in a second process: its ratio to keep is noise. ``auto
-elsewhere`` is the same program with the package of another checkout. FILE is written after each race; a race
-that is in it already is not run again, so that a grid goes on where it was stopped.
+and count not. The lane ``keep again`` is keep in a second process: its ratio to keep is noise. FILE is
+written after each race; a race that is in it already is not run again, so that a grid goes on where it was
+stopped.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -61,8 +58,6 @@ WARM_UP = 4
 
 VOCABULARY = 1024
 """Tokens: logits shall not be what peaks."""
-
-ELSEWHERE = "auto elsewhere"
 
 MODELS: dict[str, Figures] = {
     "gpt": {"family": "gpt2"},
@@ -154,69 +149,12 @@ class PlanRunner:
         }
 
 
-class Elsewhere:
-    """A :class:`PlanRunner` in a process of its own, with the package of another checkout."""
-
-    def __init__(self, *, checkout: str, shape: GptShape, **arguments: Any) -> None:
-        self._place = tempfile.TemporaryDirectory(prefix="tba-elsewhere-")
-        (Path(self._place.name) / "tba_offload").symlink_to(Path(checkout).resolve() / "tba_offload")
-        here = Path(__file__).resolve().parent
-        paths = (self._place.name, here.parent, here)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", "import planner; planner.work()"],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONSAFEPATH": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._ask({"shape": dataclasses.asdict(shape), **arguments})
-
-    def _ask(self, what: object) -> Any:
-        if self._process.stdin is None or self._process.stdout is None:
-            raise RuntimeError("the other process has no pipes")
-        self._process.stdin.write(json.dumps(what) + "\n")
-        self._process.stdin.flush()
-        for line in self._process.stdout:
-            if line.startswith(ANSWER):
-                return json.loads(line.removeprefix(ANSWER))
-        raise RuntimeError(f"the process with the other package ended with {self._process.wait()}")
-
-    def step(self) -> Figures:
-        """Do one step there."""
-        found: Figures = self._ask("step")
-        return found
-
-    def close(self) -> None:
-        """End the process."""
-        self._ask("close")
-        self._process.wait()
-        self._place.cleanup()
-
-
-ANSWER = "answer: "
-"""Begins the lines that :func:`work` answers with; others are of libraries."""
-
-
-def work() -> None:
-    """Do what :class:`Elsewhere` asks for by lines of standard input."""
-    arguments = json.loads(sys.stdin.readline())
-    runner = PlanRunner(shape=GptShape(**arguments.pop("shape")), **arguments)
-    print(ANSWER + "null", flush=True)
-    for line in sys.stdin:
-        if json.loads(line) == "close":
-            break
-        print(ANSWER + json.dumps(runner.step()), flush=True)
-    runner.close()
-    print(ANSWER + "null", flush=True)
-
-
 @dataclasses.dataclass
 class Bench:
     """The races of one model; ``common`` is what its lanes have in common."""
 
     place: str
     window: str
-    against: str | None
     common: Figures
 
     def race(
@@ -227,9 +165,6 @@ class Bench:
             name: Entrant(PlanRunner, {"config": config, "rate": rate, **self.common})
             for name, config in configs.items()
         }
-        if self.against is not None and "auto" in lanes:
-            there = {"checkout": self.against, **lanes["auto"].arguments}
-            lanes[ELSEWHERE] = Entrant(Elsewhere, there)
         return shown_race(lanes, steps)
 
     def peak(self) -> int:
@@ -320,7 +255,7 @@ def show_rows(rows: Sequence[Figures], title: str) -> None:
 
 def best_by_hand(rows: Sequence[Figures]) -> Figures | None:
     """Return the row of the fastest policy that fits the budget."""
-    fitting = [row for row in rows if row["fits"] and row["name"] not in {"auto", CONTROL, ELSEWHERE}]
+    fitting = [row for row in rows if row["fits"] and row["name"] not in {"auto", CONTROL}]
     return min(fitting, key=lambda row: row["seconds_median"], default=None)
 
 
@@ -358,24 +293,20 @@ def all_raced(
 
 
 def summary(rows: Sequence[Figures]) -> None:
-    """Print the median and the worst cell, against the other checkout and the best policy by hand."""
+    """Print the median and the worst cell, against the best policy by hand."""
     cells: dict[Any, list[Figures]] = {}
     for row in rows:
         cells.setdefault((row["model"], row["rate"], row["share"]), []).append(row)
-    ratios: dict[str, list[float]] = {ELSEWHERE: [], "the best by hand": []}
-    errors = []
+    ratios, errors = [], []
     for found in cells.values():
         lanes = {row["name"]: row for row in found}
-        if ELSEWHERE in lanes:
-            ratios[ELSEWHERE].append(lanes[ELSEWHERE]["auto_over_it_median"])
         if best := best_by_hand(found):
-            ratios["the best by hand"].append(best["auto_over_it_median"])
+            ratios.append(best["auto_over_it_median"])
         if lanes["auto"]["peak_error"] is not None:
             errors.append(abs(lanes["auto"]["peak_error"]))
-    for name, known in ratios.items():
-        if known:
-            median, worst = statistics.median(known), max(known)
-            click.echo(f"auto / {name}: median {median:.3f}, worst {worst:.3f}, of {len(known)} cells")
+    if ratios:
+        median, worst = statistics.median(ratios), max(ratios)
+        click.echo(f"auto / the best by hand: median {median:.3f}, worst {worst:.3f}, of {len(ratios)} cells")
     kept, measured = (
         sum(each[key] for each in rows if each["name"] == "auto") for key in ("steps_kept", "steps_measured")
     )
@@ -386,7 +317,6 @@ def summary(rows: Sequence[Figures]) -> None:
 
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.option("--budget", "shares", type=click.IntRange(min=0), multiple=True, default=(20, 35, 50, 75))
-@click.option("--against", type=click.Path(exists=True, file_okay=False), help="Another checkout.")
 @click.option("--grid", "is_grid", is_flag=True, help="Every model and drive.")
 @click.option("--rate", "rates", multiple=True, default=(AS_IT_IS,), help="Slow the drive down, as to 200MB.")
 @click.option("--model", "models", type=click.Choice(list(MODELS)), multiple=True, default=("llama",))
@@ -405,7 +335,6 @@ def main(
     rates: tuple[str, ...],
     shares: tuple[int, ...],
     is_grid: bool,
-    against: str | None,
     window: str,
     directory: str | None,
     json_file: str | None,
@@ -416,7 +345,7 @@ def main(
         models, rates = tuple(MODELS), RATES
     cells = list(itertools.product(models, rates, shares))
     with tempfile.TemporaryDirectory(prefix="tba-bench-", dir=directory) as place:
-        all_raced(cells, common, json_file, place=place, window=window, against=against)
+        all_raced(cells, common, json_file, place=place, window=window)
 
 
 if __name__ == "__main__":
