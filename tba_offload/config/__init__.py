@@ -129,6 +129,8 @@ class StoreConfig:
                 raise conflict(setting, f"has no effect with kind: host. Remove {setting}")
         if self.order and not self.host_capacity:
             raise conflict("order", "has no effect without host_capacity. Set host_capacity, or remove order")
+        if (count := len(self.directories)) and self.capacity and self.capacity < count * values.BLOCK:
+            raise conflict("capacity", f"must be {values.BLOCK} or more for each of {count} directories")
 
     @property
     def drives(self) -> StoreConfig:

@@ -112,8 +112,9 @@ def _directories(value: object) -> tuple[Path, ...]:
         raise ConfigError(f"must be a path or a list of paths, not {quoted(value)}")
     found: dict[Path, Path] = {}
     for path in map(_directory, several):
-        if found.setdefault(path.absolute(), path) is not path:
-            raise ConfigError(f"{quoted(str(path))} is given twice; write each directory once")
+        if (other := found.setdefault(Path(os.path.realpath(path)), path)) is not path:
+            also = "" if other.absolute() == path.absolute() else f", also as {quoted(str(other))}"
+            raise ConfigError(f"{quoted(str(path))} is given twice{also}; write each directory once")
     return tuple(found.values())
 
 

@@ -99,6 +99,12 @@ class RunHeader:
     extra: Json = field(default_factory=dict)
 
     @property
+    def writes_to_memory(self) -> bool:
+        """Whether a directory of the store is in host memory, so that offloaded bytes still take memory."""
+        places: Any = self.store.get("stores", [self.store])
+        return any(place.get("in_memory") for place in places)
+
+    @property
     def title(self) -> str:
         """Text with the model and the machine in one line, without the batch size."""
         return self.title_without()
@@ -587,8 +593,7 @@ def describe_run(log: RunLog, keep: Prediction | None) -> str | None:
         parts.append(f"step {significant(ratio)} x the predicted step of keep")
     states: Any = [each["written_bytes"] for each in log.others if each["event"] == "states"]
     written = sum(states) + statistics.median(step.offloaded_bytes - step.host_bytes for step in steps)
-    store = log.header.store
-    if written and store.get("kind") != "host" and "is in memory" not in str(store):
+    if written and log.header.store.get("kind") != "host" and not log.header.writes_to_memory:
         seconds = statistics.median(step.seconds_with_update for step in steps)
         year = significant(365 * bytes_per_day(written, seconds) / 1e12)
         parts.append(f"{readable_size(written)} written per step: {year} TB per year at this rate")

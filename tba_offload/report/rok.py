@@ -16,7 +16,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tba_offload.errors import ConfigError, MissingDependencyError, RunLogError
+from tba_offload.errors import ConfigError, MissingDependencyError, RunLogError, log_warning
 from tba_offload.formatting import BYTES, readable_size, scale, significant, visible
 from tba_offload.report.log import counted_steps, timed_steps
 from tba_offload.report.ranks import read_runs
@@ -110,11 +110,12 @@ def points(
     """Read run logs and return one point for each run. All points have the same unit of throughput.
 
     Args:
-        paths: The run logs. Paths of run logs. The logs of all ranks of a run give one point.
+        paths: Paths of run logs. The logs of all ranks of a run give one point. A log without counted steps
+            gives no point, and a warning is logged.
         memory: Memory by which points are compared.
 
     Raises:
-        RunLogError: A log cannot be read, or has no peak, no throughput or no counted step.
+        RunLogError: A log cannot be read, or has no peak or no throughput, or no log has a counted step.
     """
     return points_of(read_runs(paths), memory=memory)
 
@@ -122,9 +123,12 @@ def points(
 def points_of(logs: Sequence[RunLog], *, memory: Memory = "activations") -> list[RokPoint]:
     """Return one point for each run log, as :func:`points` does."""
     counted = [counted_steps(log) for log in logs]
-    for log, steps in zip(logs, counted, strict=True):
-        if not steps:
-            raise RunLogError(f"{log.path}: the run has no step after the warm-up. Train more steps")
+    if empty := [log for log, steps in zip(logs, counted, strict=True) if not steps]:
+        what = f"{', '.join(str(log.path) for log in empty)}: the run has no step after the warm-up"
+        if len(empty) == len(logs):
+            raise RunLogError(f"{what}. Train more steps")
+        log_warning(__name__, "%s, so it gives no point. Train more steps", what)
+        return points_of([log for log in logs if log not in empty], memory=memory)
     for unit, work in _WORK.items():
         if all(getattr(step, work) for steps in counted for step in steps):
             varies = len({_sequence(log.header) for log in logs}) > 1

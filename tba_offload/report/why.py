@@ -313,8 +313,7 @@ def _lasting(log: RunLog, step: StepRecord, memory: MemoryEvent) -> dict[str, in
     known = {"parameters": memory.static.parameters, "states": memory.static.states}
     # On a CPU, base_bytes includes the memory of the program itself.
     others = 0 if _is_on_cpu(step) else max((step.base_bytes or 0) - sum(known.values()), 0)
-    is_in_memory = "is in memory" in str(log.header.store)
-    return known | {"others": others, "store": step.offloaded_bytes if is_in_memory else 0}
+    return known | {"others": others, "store": step.offloaded_bytes if log.header.writes_to_memory else 0}
 
 
 def _held(peak: PhasePeak, lasting: Mapping[str, int]) -> dict[str, int]:

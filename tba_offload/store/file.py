@@ -107,6 +107,7 @@ class FileStore(Store):
             "path": self.path,
             "reason": self.reason,
             "file_system": self.mount.kind,
+            "in_memory": self.mount.place == posix.MEMORY,
             "alignment": self.block,
             "capacity": self.capacity,
             "checksum": self.checksum.on,

@@ -155,6 +155,7 @@ on_full: off => 1: on_full: must be 'keep' or 'error', not 'off'
 store:\n  kind: hots => 2: store.kind: must be 'auto', 'gds', 'file' or 'host', not 'hots'
 store: {capacity: 4095B} => 1: store.capacity: must be 4096 or more, not 4095
 store:\n  stall_seconds: soon => 2: store.stall_seconds: 'soon' is not a time; write seconds
+store: {directories: [/a, /b], capacity: 4KiB} => 1: store.capacity: must be 4096 or more for each of 2 dir
 store:\n  readers: 0 => 2: store.readers: must be 1 or more, not 0
 layers: {match: 1} => 1: layers: must be a list, not {'match': '1'}
 default: keep\n\nlayers: => 3: layers: has no value; write a value, or remove the line to use the default
@@ -179,6 +180,13 @@ states:\n  micro_batches: 2 => 2: states.micro_batches: has no effect with when:
 states: {when: backward, micro_batches: two} => 1: states.micro_batches: must be a whole number, not 'two'
 states: {when: backward, update: host} => 1: states.update: 'host' needs when: step
 """
+
+
+def test_a_directory_is_given_twice_by_a_symbolic_link(tmp_path: Path) -> None:
+    (tmp_path / "drive").mkdir()
+    (tmp_path / "link").symlink_to("drive")
+    with pytest.raises(ConfigError, match=r"link' is given twice, also as '.*drive'; write each"):
+        StoreConfig(directories=(tmp_path / "drive", tmp_path / "link"))
 
 
 @pytest.mark.parametrize("case", WRONG_VALUES.strip("\n").splitlines())

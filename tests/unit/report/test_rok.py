@@ -76,9 +76,13 @@ def test_a_point_has_the_largest_peak_and_the_median_speed(tmp_path: Path) -> No
     assert point.peak_source == "cuda allocator"
 
 
-def test_a_run_without_steps_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RunLogError, match=r"run\.jsonl: the run has no step after the warm-up"):
-        rok.points([save(tmp_path / "run.jsonl", [])])
+def test_a_run_without_steps_is_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    empty, run = save(tmp_path / "empty.jsonl", []), save(tmp_path / "run.jsonl", [1.0])
+    assert rok.points([empty, run]) == rok.points([run])
+    (told,) = caplog.messages
+    assert "empty.jsonl: the run has no step after the warm-up, so it gives no point" in told
+    with pytest.raises(RunLogError, match=r"empty\.jsonl: the run has no step after the warm-up"):
+        rok.points([empty])
 
 
 def test_runs_share_a_unit(tmp_path: Path) -> None:

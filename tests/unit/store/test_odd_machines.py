@@ -125,6 +125,7 @@ def test_an_overlay_whose_upper_layer_is_memory_is_memory(
     ):
         step(session, model, 3000)
     assert session.store.description["reason"] == "overlay is in memory"
+    assert session.store.description["in_memory"]
 
 
 def test_a_server_may_give_all_files_another_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
