@@ -3,8 +3,8 @@
 A session has one :class:`Capture`. Each run of an offloaded layer pushes the hooks of its own
 :class:`LayerHooks`.
 
-``pack`` never returns the saved tensor itself. Otherwise an operation that saves its own output would keep
-the output alive if backward never runs. ``pack`` returns a :class:`Kept` or a :class:`Packed`.
+If ``pack`` returned the saved tensor itself, an operation that saves its own output would keep the output
+alive when backward never runs. ``pack`` therefore returns a :class:`Kept` or a :class:`Packed`.
 
 An operation saves its inputs before its kernel runs, and the kernel may still write to an input. For example,
 the kernel of ``rrelu`` fills a noise tensor that was already saved. The bytes of a tensor without a graph are

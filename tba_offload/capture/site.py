@@ -69,7 +69,7 @@ class Site:
         """Replace the layer's forward by ``run``.
 
         Args:
-            run: Function that runs the layer. Its arguments are this ``Site``, and the layer's positional and
+            run: Function that runs the layer. ``run`` gets this ``Site``, and the layer's positional and
                 keyword arguments.
         """
         self._run = run

@@ -34,7 +34,7 @@ class TooManyError(Exception):
 def modules_in(layer: torch.nn.Module) -> list[torch.nn.Module]:
     """Return a module and all modules in it, without duplicates and in a reproducible order.
 
-    This function takes less than half the time of ``modules()``, and is called for each run of a layer.
+    ``modules_in`` takes less than half the time of ``modules()``, and is called for each run of a layer.
     """
     found = {layer: None}
     waiting = [layer]
@@ -49,9 +49,9 @@ def modules_in(layer: torch.nn.Module) -> list[torch.nn.Module]:
 def parameters_in(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
     """Return the parameters of modules and of all modules inside them, without duplicates.
 
-    This function is much faster than ``parameters()``. A step needs the list of parameters several times, and
-    adapters add thousands of small modules to a model. The modules' own ``named_parameters`` methods are not
-    called.
+    ``parameters_in`` is much faster than ``parameters()``. A step needs the list of parameters several times,
+    and adapters add thousands of small modules to a model. The modules' own ``named_parameters`` methods are
+    not called.
     """
     inner = (each for module in modules for each in modules_in(module))
     held = (parameter for each in inner for parameter in each._parameters.values() if parameter is not None)

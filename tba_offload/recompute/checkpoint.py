@@ -2,8 +2,8 @@
 
 The layer runs in PyTorch's checkpoint, and hooks compute a digest of the tensors that the layer saves. The
 state of the layer is inspected before and after its first run in each mode (:mod:`purity`). When backward
-unpacks the first saved tensor, the layer runs again in hooks that compute a digest. Then the digests of both
-runs are compared (:mod:`verify`).
+unpacks the first saved tensor, the layer runs again in hooks that compute a digest. At the end of the second
+run, the digests of both runs are compared (:mod:`verify`).
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ class _Ended(BaseException):
 
 
 def _hold_nothing(_: object) -> None:
-    """Drop a saved tensor. This function replaces ``pack`` and ``unpack`` in a trial.
+    """Drop a saved tensor. A trial uses this function as ``pack`` and ``unpack``.
 
     A trial fails for a layer that computes gradients in its forward.
     """
@@ -349,7 +349,7 @@ class Trial(_Execution):
             yield
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError) and has_peers():
-                raise  # other ranks would wait for this one in the layer's collective operations
+                raise  # other ranks would wait for this rank in the layer's collective operations
             self._layer.judge(self.training, error)
 
     def _note(self, differs: torch.Tensor) -> None:

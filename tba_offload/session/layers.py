@@ -48,7 +48,7 @@ class LayerRuns:
         stack, self._loop, self._watch = session.stack, session.loop, session.watch
         self._micro_batch = stack.micro_batch
         self._session: Any = session
-        # The backward of the embeddings comes after that of the first layer of their stack.
+        # The backward of the embeddings comes after the backward of the first layer of their stack.
         stacks = [layer.id.name.rpartition(".")[0] for layer in stack.layers]
         self._firsts = {stacks.index(each) for each in stacks}
         self.recomputed = [

@@ -7,7 +7,8 @@ update of the model's parameters by their optimizers. A step ends
 * before the next forward, if only some of these optimizers have made a step;
 * when the program has dropped or zeroed the gradients without an optimizer, because the loop updates the
   weights itself, or because a gradient scaler has skipped the update;
-* when its graph is freed without a backward pass, as in an evaluation. This step is not recorded.
+* when its graph is freed without a backward pass. A step without a backward pass, as in an evaluation, is
+  not recorded.
 
 A step does not end when hooks remove gradients within backward, or when ``torch.autograd.grad`` returns
 gradients. A step never ends inside a backward pass, because optimizers may update in hooks of gradients.

@@ -282,8 +282,9 @@ class Session:
         for site in self.sites:
             site.runs = site.waiting = 0
         self.planning.begin_step()
-        # Observers begin last, so that they see nothing of the above. The planner needs times by the clock of
-        # an asynchronous device, and with budget.device_bytes the times at which gradients are allocated.
+        # Observers begin last, so that they do not observe the preparation of the step. The planner needs
+        # times by the clock of an asynchronous device, and with budget.device_bytes the times at which
+        # gradients are allocated.
         has_marks = self.planning.controller is not None and self.device.runs_behind
         offloader.marks_stalls = has_marks
         if has_marks:

@@ -82,8 +82,8 @@ class AwayTensor(_Away):
         name: Name for messages, such as ``'exp_avg' of layers.0.weight``.
     """
 
-    # Lightning's teardown calls these methods. They return the tensor itself, because the dispatcher would
-    # raise an error.
+    # Lightning's teardown calls these methods. The methods return the tensor itself, because the dispatcher
+    # would raise an error.
     _allowed = _HARMLESS | {_TENSOR.to, _TENSOR.cpu, _TENSOR.contiguous}
     _error = (
         "the optimizer state {name} is not in memory between updates, but {use}. Read states with "

@@ -29,7 +29,8 @@ class Entries:
 
     Args:
         groups: The sub-groups of the optimizer.
-        next_use: Function that returns when a sub-group is needed again, as a number: the larger, the later.
+        next_use: Function that returns a number for a sub-group: the larger the number, the later the
+            sub-group is needed again.
 
     Attributes:
         in_host_memory: States of the sub-groups that the CPU updates.
@@ -272,7 +273,10 @@ class Entries:
         return stands_for(self.shown(place.parameter).get(place.key), place.parameter, place.key)
 
     def _lay_out(self, group: SubGroup, bound: Bound, entries: Left) -> None:
-        """Move the states of a sub-group to another slot with a new layout. Old views stay valid."""
+        """Move the states of a sub-group to another slot with a new layout.
+
+        Old views of the states stay valid.
+        """
         stays = self.slots.stays(group)
         self.slots.drop(group)
         group.home.release()

@@ -174,7 +174,7 @@ class Home:
                     homes.store.read([read])
 
     def on_host(self, nbytes: int) -> torch.Tensor:
-        """Return a copy of the bytes in new host memory, as 1-D uint8. This method uses no slots.
+        """Return a copy of the bytes in new host memory, as 1-D uint8. ``on_host`` uses no slots.
 
         Raises:
             TransferError: The bytes cannot be read.

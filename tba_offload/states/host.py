@@ -35,8 +35,11 @@ if TYPE_CHECKING:
     States = Mapping[torch.Tensor, Entry]
 
 _THREADS = 2
-"""Number of threads. One thread runs an update on all cores. The other thread copies results of the last
-update and inputs of the next update."""
+"""Number of threads.
+
+One thread runs an update on all cores. A second thread copies results of the last update and inputs of the
+next update.
+"""
 
 _RECENT = 5
 """Number of recent updates.

@@ -155,7 +155,8 @@ class Slots:
         groups: The sub-groups of the optimizer. All slots together are no larger than the states of these
             sub-groups.
         homes: The store and the device.
-        next_use: Function that returns when a sub-group is needed again, as a number: the larger, the later.
+        next_use: Function that returns a number for a sub-group: the larger the number, the later the
+            sub-group is needed again.
     """
 
     def __init__(self, groups: Groups, homes: Homes, next_use: Callable[[SubGroup], int]) -> None:
@@ -327,7 +328,7 @@ class Order:
 
     def upcoming(self) -> Sequence[SubGroup]:
         """Return the sub-groups that are updated next."""
-        # This is not a generator, because a Ctrl-C is lost if it comes while a generator is closed.
+        # A list and not a generator, because a Ctrl-C is lost while a generator is closed.
         return [*self._places][self._at + 1 :]
 
     def next_use(self, group: SubGroup) -> int:

@@ -81,8 +81,8 @@ class Twin:
         """
         if self.states:
             raise UnsupportedError(
-                f"{self.kind.__name__} has a state {next(iter(self.states))!r} of all parameters. Load a "
-                "checkpoint, and do not offload its states"
+                f"{self.kind.__name__} has a state {next(iter(self.states))!r} that belongs to all "
+                "parameters. Load a checkpoint, and do not offload the states of this optimizer"
             )
 
     def commit(self) -> None:

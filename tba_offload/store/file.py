@@ -292,7 +292,7 @@ class FileStore(Store):
     def start(self) -> None:
         """Use direct I/O with the smallest block that the file system can write and read.
 
-        This method is called once, while the file still has its name.
+        ``start`` is called once, while the file still has its name.
         """
         self._stable_pages = posix.needs_stable_pages(self.fd)
         flags, memory = fcntl.fcntl(self.fd, fcntl.F_GETFL), memoryview(mmap.mmap(-1, BLOCK))

@@ -1,10 +1,10 @@
 """A store in one unlinked file that GPUDirect Storage writes and reads.
 
-This is the only module that uses kvikio. The path of a transfer depends on the machine. With the nvidia-fs
-driver, or with PCIe peer-to-peer, the bytes never touch the host. Without nvidia-fs and PCIe peer-to-peer,
-the bytes pass through host memory. :attr:`GdsStore.path` is the name of the path. If cuFile does not accept a
-file at all, opening the store raises an error, because :class:`tba_offload.store.file.FileStore` moves bytes
-through the host faster than kvikio does.
+No other module uses kvikio. The path of a transfer depends on the machine. With the nvidia-fs driver, or with
+PCIe peer-to-peer, the bytes never touch the host. Without nvidia-fs and PCIe peer-to-peer, the bytes pass
+through host memory. :attr:`GdsStore.path` is the name of the path. If cuFile does not accept a file at all,
+opening the store raises an error, because :class:`tba_offload.store.file.FileStore` moves bytes through the
+host faster than kvikio does.
 
 Transfers use cuFile's own calls, which wait for no CUDA stream. Before a transfer, the I/O thread waits for
 the producer of the bytes. kvikio's ``pread``, ``pwrite``, ``raw_read`` and ``raw_write`` wait for all work on

@@ -39,7 +39,7 @@ def open_store(config: StoreConfig | None = None, *, device: Device, **settings:
         config: The store to open.
         device: The device with the activations.
         settings: Settings of a :class:`tba_offload.StoreConfig`, such as ``kind``, ``directories`` and
-            ``capacity``. These settings are used if there is no ``config``.
+            ``capacity``. ``settings`` are used if there is no ``config``.
 
     Raises:
         ConfigError: A setting is wrong.

@@ -114,7 +114,7 @@ class Place:
         return extent
 
     def found_full(self, extent: Extent) -> None:
-        """Record that there was no room for an extent. The store does not grow for a while."""
+        """Record that there was no room for an extent, so that the store does not grow for a while."""
         self._full_until = time.monotonic() + FIRST_PAUSE
         if extent.offset + extent.length <= self.grown:  # the file system allocates blocks only at a write
             self.grown = extent.offset
@@ -168,7 +168,7 @@ class Place:
 
     def disable(self) -> None:
         """Take the place out of service permanently."""
-        self.cause = "it does not answer, and takes no more writes"
+        self.cause = "the drive does not answer, and takes no more writes"
         self.disabled_until = math.inf
 
     def resume(self) -> None:

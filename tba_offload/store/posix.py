@@ -16,11 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 Call = Callable[[int, int, int, int], int]
-"""Type of :func:`pwrite` and :func:`pread`.
-
-The arguments are a descriptor, an address, a number of bytes and an offset. The result is the number of bytes
-moved.
-"""
+"""Type of :func:`pwrite` and :func:`pread`: functions of a descriptor, an address, a number of bytes and an
+offset. Both functions return the number of bytes moved."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]

@@ -252,7 +252,7 @@ class Offloader:
         saved.memory, saved.state = memory, State.KEPT
 
     def _read_now(self, saved: SavedStorage) -> torch.UntypedStorage:
-        """Read bytes that were not read ahead. The window does not limit this read.
+        """Read bytes that were not prefetched. The in-flight window does not limit this read.
 
         Raises:
             TransferError: The bytes are neither in memory nor in the store, or could not be read.
