@@ -11,6 +11,8 @@ import weakref
 from collections import deque
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain, takewhile
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,9 +30,10 @@ from tba_offload.torch_private import (
     is_recomputation,
     is_transformed,
     untraced,
+    without_subclasses,
 )
 from tba_offload.weights.guard import FrozenWeight, Loans
-from tba_offload.weights.pieces import Part, left_out, own_weights
+from tba_offload.weights.pieces import Part, left_out, own_weights, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +46,10 @@ if TYPE_CHECKING:
     Modules = Sequence[nn.Module]
     Tell = Callable[[str], object]
 
-_ONLY = "Only weights of class torch.nn.Parameter on the device of the first parameter can be offloaded"
+_ONLY = (
+    "Only weights of class torch.nn.Parameter, of bitsandbytes, and of classes with __tensor_flatten__ can "
+    "be offloaded, if they are on the device of the first parameter"
+)
 _NONE = (
     "no frozen weight is offloaded: no frozen weight of the layers has min_tensor_bytes or more and is used "
     "only there, or weights.frozen is too small. Weights that are frozen later stay in memory"
@@ -108,7 +114,7 @@ class FrozenWeights:
             TransferError: Some weights cannot be read. The other weights are in memory again. The next call
                 tries again.
         """
-        with self._lock, ExitStack() as at_last:
+        with self._lock, without_subclasses(), ExitStack() as at_last:
             while self._handles:
                 self._handles.pop().remove()
             at_last.callback(self._close_store)
@@ -124,7 +130,8 @@ class FrozenWeights:
 
     def begin_step(self) -> None:
         """Begin the count of a step. Weights that are already in memory count as read in this step."""
-        self._loans.reclaim()
+        with self._lock, without_subclasses():
+            self._loans.reclaim()
         self.take()
         read, waited = self._before
         self._before = read - self.resident_bytes, waited
@@ -160,7 +167,7 @@ class FrozenWeights:
         Raises:
             TransferError: A weight cannot be read or written. The remaining weights stay as they were.
         """
-        with self._lock:
+        with self._lock, without_subclasses():
             self._loans.reclaim()
             for number, (layer, piece) in enumerate(self._spread):
                 if number >= offloaded and not piece.is_back and piece not in self._loans.lent:
@@ -182,15 +189,21 @@ class FrozenWeights:
         found = list(own_weights(chunks, layers, at_least, device))
         others = left_out(layers, at_least, device)
         share = Staying(config.frozen_percent)
-        for number, name, weight in found:
-            if share.stays(weight.untyped_storage().nbytes()):
+        named = chain.from_iterable(chunk.named_parameters() for chunk in chunks)
+        names = {id(parameter): name for name, parameter in named}
+        for number, module, weight, groups in found:
+            if share.stays(sum(group[0].untyped_storage().nbytes() for group in groups)):
                 continue
-            part = Part(name, weight, Home(self._homes, name, "frozen weights"), self._grow)
-            piece = FrozenWeight(name, weight, [part], self._loans)
+            name = names.get(id(weight), "")
+            homes = [Home(self._homes, name, "frozen weights") for _ in groups]
+            parts = [Part(each, [home], self._grow) for each, home in zip(groups, homes, strict=True)]
+            tensors = list({id(each): each for each in parts_of(weight, module)}.values())
+            piece = FrozenWeight(name, tensors, parts, self._loans)
             # Record the weight before the write, so that an interrupt does not lose the bytes.
             self._pieces[number].append(piece)
             self._all.append((number, piece))
-            piece.write()
+            with without_subclasses():
+                piece.write()
             self.nbytes += piece.nbytes
         if others:
             if not found:
@@ -266,8 +279,9 @@ class FrozenWeights:
             if not (is_part or (returns and number == self._next(number))):
                 self.keep_only(self._in_memory - {number})
             elif not self._is_in_use(number):
-                for piece in self._pieces[number]:
-                    piece.shut()
+                with without_subclasses():
+                    for piece in self._pieces[number]:
+                        piece.shut()
 
     def _watch_output(self, number: int, output: object) -> bool:
         """Add hooks to outputs that need gradients; return True if there are any.
@@ -305,7 +319,7 @@ class FrozenWeights:
 
     def _bring(self, number: int, then: int) -> None:
         """Read the weights of a layer, and start to read the weights of the next layer."""
-        with self._lock:
+        with self._lock, without_subclasses():
             self._loans.pointed.clear()
             self._loans.reclaim()
             near = {number, then}
@@ -318,7 +332,7 @@ class FrozenWeights:
 
     def keep_only(self, near: set[int]) -> None:
         """Free the weights of all layers except the layers in ``near`` and layers that compute now."""
-        with self._lock:
+        with self._lock, without_subclasses():
             for number in self._in_memory - near:
                 if not self._is_in_use(number):
                     for piece in self._pieces[number]:
@@ -336,11 +350,14 @@ class FrozenWeights:
 
     def _save(self, pieces: dict[int, Any], owner: nn.Module, state: Any, prefix: str, _: Any) -> None:
         """Replace weights in a state dict by copies in host memory, so that their memory can be freed."""
-        for name, parameter in owner.named_parameters(recurse=False):
-            # load_state_dict(assign=True) may have replaced the parameter.
-            if f"{prefix}{name}" in state and id(parameter) in pieces:
-                state[f"{prefix}{name}"] = state[f"{prefix}{name}"].detach().to("cpu", copy=True)
-        self._loans.reclaim()
+        # load_state_dict(assign=True) may have replaced a parameter. bitsandbytes saves several tensors.
+        own = owner.named_parameters(recurse=False)
+        names = [f"{prefix}{name}" for name, parameter in own if id(parameter) in pieces]
+        for key in takewhile(methodcaller("startswith", prefix), list(reversed(state))):
+            if key.startswith((*names, f"{prefix}SCB")):
+                state[key] = state[key].detach().clone().cpu()
+        with self._lock, without_subclasses():
+            self._loans.reclaim()
 
 
 class _Pass:

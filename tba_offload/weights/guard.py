@@ -12,7 +12,7 @@ import torch
 
 from tba_offload.errors import SessionError
 from tba_offload.states.away import METADATA
-from tba_offload.torch_private import not_traced, references_to, tree_leaves, without_subclasses
+from tba_offload.torch_private import factories, not_traced, references_to, tree_leaves, without_subclasses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _TENSOR: Any = torch.Tensor  # its descriptors are missing in the type stubs
 _LAYOUT = {_TENSOR.stride, _TENSOR.is_contiguous, _TENSOR.storage_offset}
 _TRAIN = {_TENSOR.requires_grad_, _TENSOR.requires_grad.__set__}
+_IS_COMPATIBLE = factories._has_compatible_shallow_copy_type
 _ALONE = references_to(torch.empty(0))
 
 
@@ -90,53 +91,56 @@ class Loans:
         lock: The lock of all weights.
         lent: Weights in memory, because the program or autograd still uses them.
         pointed: Aliases of weights whose address the program has.
+        tell: Called with a message.
     """
 
     def __init__(self, tell: Callable[[str], object]) -> None:
-        self.lock = threading.RLock()
+        self.lock, self.tell, self._has_told = threading.RLock(), tell, False
         self.lent: set[FrozenWeight] = set()
         self.pointed: list[torch.Tensor] = []
-        self._tell: Callable[[str], object] | None = tell
 
     def reclaim(self) -> None:
         """Free the memory of weights that are not used any longer. Write changed values first."""
-        with self.lock:
-            for weight in list(self.lent):
-                weight.reclaim()
+        for weight in list(self.lent):
+            weight.reclaim()
 
     def tell_once(self, weight: FrozenWeight, seconds: float) -> None:
         """Report the first use outside of a layer."""
-        if self._tell is not None:
-            self._tell(
+        if not self._has_told:
+            self._has_told = True
+            self.tell(
                 f"the frozen weight {weight.name} was used outside of its layer, and read from the store in "
                 f"{1000 * seconds:.1f} ms. Each such use of a frozen weight reads the weight again"
             )
-            self._tell = None
 
 
 class FrozenWeight:
     """A frozen weight: a parameter, and the tensors with its bytes.
 
+    Call all methods under the lock, and without torch functions of subclasses.
+
     Args:
         name: Name of the weight in its model.
-        parameter: The parameter.
-        parts: The tensors with its bytes. For a plain parameter, this is the parameter itself.
+        tensors: The parameter, and all other tensors that it consists of.
+        parts: The storages with its bytes.
         loans: The weights that are used outside of their layers.
     """
 
-    def __init__(self, name: str, parameter: torch.Tensor, parts: Sequence[Part], loans: Loans) -> None:
-        self.name, self.parameter, self.parts, self.loans = name, parameter, parts, loans
-        self._tensors = list(
-            {id(each): each for each in (parameter, *(part.tensor for part in parts))}.values()
-        )
-        self._kinds = list(map(type, self._tensors))
+    def __init__(
+        self, name: str, tensors: Sequence[torch.Tensor], parts: Sequence[Part], loans: Loans
+    ) -> None:
+        self.name, self.parameter, self.parts, self.loans = name, tensors[0], parts, loans
+        self._tensors = [(tensor, type(tensor)) for tensor in tensors]
         self._readers, self._is_open = 0, False
-        self._references = [_ALONE] * len(self._tensors)
+        self._references: list[int] = []
         self.nbytes = sum(part.nbytes for part in parts)
+
+    def __deepcopy__(self, _: object) -> FrozenWeight:
+        return self  # in a layer, a copy of a tensor has the attributes of the tensor
 
     @property
     def is_back(self) -> bool:
-        """Whether offloading has ended and the bytes are in memory."""
+        """Whether the weight is not offloaded, and its bytes are in memory."""
         return all(part.is_back for part in self.parts)
 
     def write(self) -> None:
@@ -145,7 +149,7 @@ class FrozenWeight:
         Raises:
             TransferError: The bytes cannot be written. They stay in memory.
         """
-        for tensor in self._tensors:
+        for tensor, _ in self._tensors:
             vars(tensor)["_tba_offload_weight"] = self
         for part in self.parts:
             part.write()
@@ -163,50 +167,40 @@ class FrozenWeight:
         Raises:
             TransferError: The bytes cannot be read.
         """
-        with without_subclasses():
-            for part in self.parts:
-                part.read()
-        self._is_open = True
-        self._set_classes()
+        for part in self.parts:
+            part.read()
+        self._set_classes(is_open=True)
 
     def shut(self) -> None:
         """End the use by the layer. The bytes stay in memory.
 
         Raises:
-            SessionError: The layer replaced the data by a tensor of another shape, data type or device.
             TransferError: The values cannot be written.
         """
-        self._is_open = False
-        self._set_classes()
-        with without_subclasses():
-            adopted = [part.adopt() for part in self.parts]
-            if any(adopted):
-                self.reclaim()
+        self._set_classes(is_open=False)
+        if any([part.adopt() for part in self.parts]):  # noqa: C419 - of all parts
+            self.reclaim()
 
     def leave(self) -> None:
         """Free the memory. If the layer changed the values, write them first.
 
         Raises:
-            SessionError: The layer replaced the data by a tensor of another shape, data type or device.
             TransferError: The values cannot be written.
         """
         self.shut()
-        with without_subclasses():
-            for part in self.parts:
-                part.leave()
+        for part in self.parts:
+            part.leave()
 
     def come_back(self) -> None:
-        """Bring the bytes back at the end of offloading.
+        """Bring the bytes back at the end of offloading. May be called twice.
 
         Raises:
             TransferError: The bytes cannot be read.
         """
-        with without_subclasses():
-            for part in self.parts:
-                part.come_back()
-        self._is_open = True
-        self._set_classes()
-        for tensor in self._tensors:
+        for part in self.parts:
+            part.come_back()
+        self._set_classes(is_open=True)
+        for tensor, _ in self._tensors:
             vars(tensor).pop("_tba_offload_weight", None)
 
     # ---- outside of the layer --------------------------------------------------------------------
@@ -219,7 +213,6 @@ class FrozenWeight:
 
         Raises:
             TransferError: The weight cannot be read, or its new values cannot be written.
-            SessionError: The data was replaced by a tensor of another shape, data type or device.
         """
         loans = self.loans
         self._readers += 1
@@ -228,7 +221,7 @@ class FrozenWeight:
                 loans.reclaim()
                 began = time.perf_counter()
                 if self not in loans.lent:
-                    self._references = list(map(references_to, self._tensors))
+                    self._references = [references_to(tensor) for tensor, _ in self._tensors]
                 for part in self.parts:
                     part.lend()
                 loans.tell_once(self, time.perf_counter() - began)
@@ -241,21 +234,29 @@ class FrozenWeight:
                 self.reclaim()
 
     def reclaim(self) -> None:
-        """Free the memory of uses outside of the layer, unless it is still needed."""
+        """Free the memory of uses outside of the layer, unless it is still needed.
+
+        If its data has another shape, data type or device now, the weight stays in memory.
+
+        Raises:
+            TransferError: The new values cannot be written.
+        """
         if self._readers:
             return
-        loans = self.loans
-        loans.lent.add(self)
-        with without_subclasses():
-            counts = zip(map(references_to, self._tensors), self._references, strict=True)
-            if any(part.is_used for part in self.parts) or any(found > own for found, own in counts):
-                self._references = [_ALONE] * len(self._tensors)
-                for part in self.parts:
-                    part.watch()
-                return
+        self.loans.lent.add(self)
+        found = [references_to(tensor) for tensor, _ in self._tensors]
+        own, self._references = self._references, []  # autograd may free what it held before this use
+        if any(part.is_used for part in self.parts) or found != (own or [_ALONE] * len(found)):
             for part in self.parts:
-                part.reclaim()
-        loans.lent.discard(self)
+                part.watch()
+            return
+        if said := "".join(part.unlike(part.tensors[0]) for part in self.parts if part.lent):
+            self.come_back()
+            self.parts, self._tensors = (), []
+            self.loans.tell(f"the frozen weight {self.name} stays in memory from now on: it {said}")
+        for part in self.parts:
+            part.reclaim()
+        self.loans.lent.discard(self)
 
     def check(self, func: Any, args: Any, kwargs: Any) -> None:
         """Check that a function can run on the weight while the weight is offloaded.
@@ -264,21 +265,26 @@ class FrozenWeight:
             SessionError: The function would train the weight, or replace its data by a tensor of another
                 shape, data type or device.
         """
+        said = ""
         if func in _TRAIN and (args[1] if len(args) > 1 else kwargs.get("requires_grad", True)):
+            said = "cannot be trained while its values are in the store"
+        elif func == _TENSOR.data.__set__ or func is _IS_COMPATIBLE:  # nn.Module.to() asks this first
+            parts = [part for part in self.parts if part.tensors[0] is args[0]]
+            said = "".join(part.unlike(args[1]) for part in parts)
+            if hasattr(args[0], "__tensor_flatten__"):
+                said = "cannot be converted while its values are in the store"
+        if said:
             raise SessionError(
-                f"the frozen weight {self.name} cannot be trained while its values are in the store. Close "
-                "the session first, change requires_grad, and attach again"
+                f"the frozen weight {self.name} {said}. Close the session first, change the model, and "
+                "attach again"
             )
-        if func == _TENSOR.data.__set__:
-            for part in self.parts:
-                if part.tensor is args[0]:
-                    part.check(args[1])
 
     def layout_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor with the layout that a tensor has in memory."""
-        return next((part.here for part in self.parts if part.tensor is tensor), tensor)
+        pairs = (pair for part in self.parts for pair in zip(part.tensors, part.here, strict=True))
+        return next((here for own, here in pairs if own is tensor), tensor)
 
-    def _set_classes(self) -> None:
-        is_own = self._is_open or self._readers
-        for tensor, kind in zip(self._tensors, self._kinds, strict=True):
-            tensor.__class__ = kind if is_own else _guarded(kind)
+    def _set_classes(self, *, is_open: bool | None = None) -> None:
+        self._is_open = self._is_open if is_open is None else is_open
+        for tensor, kind in self._tensors:
+            tensor.__class__ = kind if self._is_open or self._readers else _guarded(kind)

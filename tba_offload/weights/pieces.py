@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -12,17 +13,17 @@ from torch import nn
 from tba_offload.config import format_size
 from tba_offload.device import ByteRange, new_storage
 from tba_offload.device.digest import sums
-from tba_offload.device.meters import plain_storage
-from tba_offload.errors import SessionError, TransferError
-from tba_offload.torch_private import users_of
+from tba_offload.errors import TransferError
+from tba_offload.torch_private import is_transform_wrapper, users_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tba_offload.states.home import Home
     from tba_offload.store.pool import Transfer
 
     Modules = Sequence[nn.Module]
+    Tensors = list[torch.Tensor]
     Count = Callable[[int], object]
 
 
@@ -31,33 +32,64 @@ if TYPE_CHECKING:
 
 def own_weights(
     chunks: Modules, layers: Modules, at_least: int, device: torch.device
-) -> Iterator[tuple[int, str, nn.Parameter]]:
-    """Yield each frozen weight whose memory has no other user, with the number of its layer and its name.
+) -> Iterator[tuple[int, nn.Module, torch.Tensor, list[Tensors]]]:
+    """Yield each frozen weight with memory that has no other user.
 
     Args:
         chunks: The model or its chunks.
         layers: Its layers.
         at_least: Smallest size of a storage to offload, in bytes.
         device: Device of the weights to offload. Transfers are ordered with the work of this device only.
+
+    Yields:
+        The number of the layer, the module of the weight, the weight, and its tensors by their storage.
     """
     owner = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
-    named = chain.from_iterable(chunk.named_parameters() for chunk in chunks)
-    names = {id(parameter): name for name, parameter in named}
-    users: defaultdict[int, dict[tuple[int | None, int], Any]] = defaultdict(dict)
+    users: defaultdict[int, dict[tuple[int | None, int], None]] = defaultdict(dict)
+    found = {}
     for module in chain.from_iterable(chunk.modules() for chunk in chunks):
         # Call the methods of nn.Module: Megatron's data-parallel wrapper has its own attribute `buffers`.
         own = nn.Module.parameters(module, recurse=False), nn.Module.buffers(module, recurse=False)
         for tensor in chain(*own):
-            if (storage := plain_storage(tensor)) is not None:
-                users[storage._cdata][owner.get(module), id(tensor)] = tensor
-    for found in users.values():
-        ((number, _), weight), *others = found.items()
-        if others or number is None or weight.device != device or type(weight) is not nn.Parameter:
+            parts: dict[int, dict[int, torch.Tensor]] = {}
+            for part in parts_of(tensor, module):
+                if not hasattr(part, "__tensor_flatten__"):
+                    parts.setdefault(part.untyped_storage()._cdata, {})[id(part)] = part
+            for storage in parts:
+                users[storage][owner.get(module), id(tensor)] = None
+            found[owner.get(module), id(tensor)] = module, tensor, parts
+    for (number, _), (module, weight, parts) in found.items():
+        if number is None or weight.requires_grad or weight.device != device:
             continue
-        # A bool has no value that could mark missing data.
-        is_frozen = not weight.requires_grad and weight.dtype is not torch.bool
-        if is_frozen and weight.untyped_storage().nbytes() >= max(at_least, 1):
-            yield number, names[id(weight)], weight
+        groups = [list(part.values()) for storage, part in parts.items() if len(users[storage]) == 1]
+        groups = [each for each in groups if each[0].untyped_storage().nbytes() >= max(at_least, 1)]
+        if groups:
+            yield number, module, weight, groups
+
+
+def parts_of(tensor: Any, module: nn.Module | None = None) -> Iterator[torch.Tensor]:
+    """Yield a tensor, and the tensors that it consists of; nothing if its class is not known.
+
+    Args:
+        tensor: A parameter, or a tensor that is a part of it.
+        module: The module of the parameter.
+    """
+    if hasattr(tensor, "__tensor_flatten__"):
+        if not hasattr(tensor, "device_mesh"):  # FSDP holds aliases of distributed tensors
+            yield tensor
+            for name in tensor.__tensor_flatten__()[0]:
+                yield from parts_of(getattr(tensor, name))
+        return
+    # The quantization states of bitsandbytes, of weights with 4 and with 8 bits
+    state = getattr(tensor, "quant_state", None)
+    holders = [state, getattr(state, "state2", None)]
+    if hasattr(tensor, "SCB"):
+        holders += [tensor, getattr(module, "state", None)]
+    is_known = type(tensor) in {torch.Tensor, nn.Parameter} or any(each is not None for each in holders)
+    if is_known and tensor.layout is torch.strided and not is_transform_wrapper(tensor):
+        yield tensor
+        states = (getattr(holder, name, None) for holder in holders for name in ("absmax", "CB", "SCB"))
+        yield from (each for each in states if isinstance(each, torch.Tensor))
 
 
 def left_out(layers: Modules, at_least: int, device: torch.device) -> str:
@@ -75,55 +107,54 @@ def left_out(layers: Modules, at_least: int, device: torch.device) -> str:
         nbytes, kind = parameter.numel() * parameter.itemsize, type(parameter)
         if parameter.requires_grad or parameter.is_meta or nbytes < at_least:
             continue
-        if kind is not nn.Parameter:
+        if not any(True for _ in parts_of(parameter)):
             groups[f"of the class {kind.__module__}.{kind.__qualname__}"].append(nbytes)
         elif parameter.device != device:
             groups[f"on {parameter.device}"].append(nbytes)
     return ", ".join(f"{len(sizes)} {what} ({format_size(sum(sizes))})" for what, sizes in groups.items())
 
 
-# ---- one tensor ----------------------------------------------------------------------------------
+# ---- one storage ---------------------------------------------------------------------------------
 
 
 class Part:
-    """A tensor that owns its storage, in memory or in the store.
+    """A storage of a frozen weight, in memory or in the store.
 
     Autograd saves weights and their views by storage. The storage therefore stays the same object. It is
-    empty while the bytes are in the store. During this time, the data of the tensor is a single NaN, expanded
-    to the shape of the tensor.
+    empty while the bytes are in the store. During this time, each tensor has a single element with all bits
+    set, expanded to the shape of the tensor. For numbers with a fraction, this is NaN.
 
     Uses outside of the layer get a copy of the bytes in memory of their own. Views that the program holds do
-    not lose their memory when the layer ends. All methods run with torch functions of subclasses disabled.
+    not lose their memory when the layer ends. Call all methods without torch functions of subclasses.
 
     Args:
-        name: Name of the weight, for messages.
-        tensor: The tensor.
-        home: The extents of the bytes in the store.
+        tensors: All tensors on the storage.
+        homes: The extents of the bytes in the store. Each of them has the same share of the bytes.
         count: Called with each change of memory in bytes.
 
     Attributes:
         nbytes: Size of the storage in bytes.
-        here: The tensor with its values while it is in memory. It has the layout of the tensor at any time.
+        here: The tensors with their values while these are in memory. They have the layout at any time.
         is_back: Whether offloading has ended and the bytes are in memory.
+        lent: The memory for uses outside of the layer; ``None`` if there are none.
     """
 
-    def __init__(self, name: str, tensor: torch.Tensor, home: Home, count: Count) -> None:
-        self.tensor = tensor
-        self.nbytes = tensor.untyped_storage().nbytes()
-        self.is_back = self._is_here = True
-        self._name, self._home, self._count = name, home, count
+    def __init__(self, tensors: Tensors, homes: Sequence[Home], count: Count) -> None:
+        self.tensors = tensors
+        self.nbytes = tensors[0].untyped_storage().nbytes()
+        self.is_back = True
+        self._homes, self._count = homes, count
+        self._device = homes[0].homes.device
         # Memory from a file or from another library may not be resizable, so allocate new memory.
-        self._storage = new_storage(self.nbytes, tensor.device)
-        self.here, self._away = _over(self._storage, tensor), _nan_like(tensor)
+        self._storage = new_storage(self.nbytes, tensors[0].device)
+        self.here = [_over(self._storage, each) for each in tensors]
+        self._away = [_over(_placeholder(each.device), each, is_expanded=True) for each in tensors]
         self._stream: Any = None  # the stream on which the memory was allocated
-        self._reads: list[Transfer] | None = None
+        self._resident = set(range(len(homes)))
+        self._reads: dict[int, list[Transfer]] = {}
         self._version = self._lent_version = -1
-        self._lent: torch.UntypedStorage | None = None
+        self.lent: torch.UntypedStorage | None = None
         self._digest: bytes | None = None
-
-    @property
-    def _bytes(self) -> ByteRange:
-        return ByteRange(self._storage, 0, self.nbytes)
 
     def write(self) -> None:
         """Write the bytes for the first time and free their memory.
@@ -131,33 +162,42 @@ class Part:
         Raises:
             TransferError: The bytes cannot be written. They stay in memory.
         """
-        self._bytes.tensor().copy_(ByteRange(self.tensor.untyped_storage(), 0, self.nbytes).tensor())
+        _bytes_of(self._storage).copy_(_bytes_of(self.tensors[0].untyped_storage()))
         self._write()
         self.is_back = False
         self._count(self.nbytes)
-        self.tensor.data = self.here
+        self._put(self.here)
         self._free()
 
     # ---- for the layer ---------------------------------------------------------------------------
 
-    def begin_read(self) -> None:
-        """Start to read the bytes, unless they are in memory or are being read."""
-        if not self._is_here and self._reads is None:
-            self._resize(self.nbytes)
-            self._reads = self._home.read(self._bytes)
+    def begin_read(self, wanted: Iterable[int] | None = None) -> None:
+        """Start to read bytes, unless they are in memory or are being read.
 
-    def read(self) -> None:
-        """Bring the bytes into memory, for use on the stream of the calling thread.
+        Args:
+            wanted: Numbers of the extents. By default, all.
+        """
+        wanted = range(len(self._homes)) if wanted is None else wanted
+        if missing := [each for each in wanted if each not in self._resident and each not in self._reads]:
+            self._resize(self.nbytes)
+            for each in missing:
+                self._reads[each] = self._homes[each].read(self._range(self._storage, each))
+
+    def read(self, wanted: Iterable[int] | None = None) -> None:
+        """Bring bytes into memory, for use on the stream of the calling thread.
 
         Raises:
             TransferError: The bytes cannot be read.
         """
-        if not self._is_here:
-            self._read()
-            self._version = self.tensor._version
-        stream = self._home.homes.device.stream()
+        self.begin_read(wanted)
+        if not self._resident:
+            self._version = self._versions()
+        self._settle_reads(list(self._reads) if wanted is None else wanted)
+        if self.lent is None:
+            self._put(self.here)
+        stream = self._device.stream()
         if stream != self._stream:  # the bytes were read ahead on the stream of the previous layer
-            self._home.homes.device.use(self._bytes.tensor(), stream)
+            self._device.use(_bytes_of(self._storage), stream)
 
     def leave(self) -> None:
         """Free the memory. If the layer changed the values, write them first.
@@ -165,13 +205,13 @@ class Part:
         Raises:
             TransferError: The values cannot be written.
         """
-        if self._reads is not None:
-            try:
-                self._settle_reads()
-            except TransferError:  # the layer raises the error when it runs
-                return
-        elif self._is_here and not self.is_lent and self.tensor._version != self._version:
+        if self._resident and not self.lent is not None and self._versions() != self._version:
+            self.read()
             self._write()
+        try:
+            self._settle_reads(list(self._reads))
+        except TransferError:  # the layer raises the error when it runs
+            return
         self._free()
 
     def come_back(self) -> None:
@@ -185,21 +225,17 @@ class Part:
         Raises:
             TransferError: The bytes cannot be read.
         """
-        if not (self.is_back or self._is_here or self.is_lent):
-            self._read()
+        if not self.is_back and self.lent is None:
+            self.read()
         self.is_back = True
 
     # ---- for others ------------------------------------------------------------------------------
 
     @property
-    def is_lent(self) -> bool:
-        """Whether the data of the tensor is in memory of its own now."""
-        return self._lent is not None
-
-    @property
     def is_used(self) -> bool:
-        """Return True if other tensors use the memory that is lent."""
-        return self.is_lent and users_of(self.tensor.untyped_storage()) > _OWN_USERS
+        """Whether other tensors use the memory that is lent."""
+        # The storage is also used by the tensors themselves, and by its Python object.
+        return self.lent is not None and users_of(self.tensors[0].untyped_storage()) > 1 + len(self.tensors)
 
     def lend(self) -> None:
         """Copy the bytes into memory of their own, unless they are lent.
@@ -207,130 +243,127 @@ class Part:
         Raises:
             TransferError: The bytes cannot be read.
         """
-        if self.is_lent:
+        if self.lent is not None:
             return
-        memory = ByteRange(new_storage(self.nbytes, self.here.device), 0, self.nbytes)
-        if self._is_here:
-            memory.tensor().copy_(self._bytes.tensor())
-        else:
-            self._home.settle_reads(self._home.read(memory))
-        self.tensor.data = _over(memory.storage, self.here)
-        self._take_note(memory.storage)
+        storage, reads = new_storage(self.nbytes, self.here[0].device), []
+        for number, home in enumerate(self._homes):
+            target = self._range(storage, number)
+            if number in self._resident:
+                target.tensor().copy_(self._range(self._storage, number).tensor())
+            else:
+                reads.append((home, home.read(target)))
+        for home, transfers in reads:
+            home.settle_reads(transfers)
+        self._put([_over(storage, each) for each in self.here])
+        self._take_note(storage, self._versions())
 
     def adopt(self) -> bool:
         """Regard the memory as lent if the layer set ``tensor.data``; return True in this case."""
-        found = self.tensor.untyped_storage()
-        if self.is_lent or found._cdata in {self._storage._cdata, self._away.untyped_storage()._cdata}:
+        found = self.tensors[0].untyped_storage()
+        if self.lent is not None or found._cdata in {
+            self._storage._cdata,
+            self._away[0].untyped_storage()._cdata,
+        }:
             return False
-        self._take_note(found)
-        self._lent_version = -1
+        self._take_note(found, version=-1)
         return True
 
     def watch(self) -> None:
         """Note the values while others hold aliases. An alias may have a version counter of its own."""
-        if self.is_lent and not self._is_changed():
-            self._digest = self._digest or sums(_bytes_of(self.tensor))
+        if self.lent is not None and not self._is_changed():
+            self._digest = self._digest or sums(_bytes_of(self.tensors[0].untyped_storage()))
 
     def reclaim(self) -> None:
         """Take back the memory that is lent. If the values were changed, write them first.
 
         Raises:
-            SessionError: The program replaced the data by a tensor of another shape, data type or device.
             TransferError: The values cannot be written. They stay in memory.
         """
-        if not self.is_lent:
+        if self.lent is None:
             return
         if self._is_changed():
-            self.check(self.tensor)
-            self._rewrite()
-        self.tensor.data = self.here if self._is_here else self._away
-        self._lent = self._digest = None
+            self._settle_reads(list(self._reads))
+            self._resize(self.nbytes)
+            self.here[0].copy_(self.tensors[0])
+            self._write()
+            if not self._resident:
+                self._resize(0)
+        self._put(self.here if self._resident else self._away)
+        self.lent = self._digest = None
         self._count(-self.nbytes)
 
-    def check(self, data: torch.Tensor) -> None:
-        """Check that ``data`` can replace the data of the tensor.
+    def unlike(self, data: torch.Tensor) -> str:
+        """Return a text if ``data`` has not the shape, data type and device of the first tensor, else ''."""
+        expected, found = (
+            f"{each.dtype} of {tuple(each.shape)} on {each.device}" for each in (self.here[0], data)
+        )
+        return "" if found == expected else f"is offloaded as {expected}, but was set to {found}"
 
-        Raises:
-            SessionError: It has another shape, data type or device.
-        """
-        if _kind_of(data) != _kind_of(self.here):
-            raise SessionError(
-                f"the frozen weight {self._name} is offloaded as {_kind_of(self.here)}, but was set to "
-                f"{_kind_of(data)}. Close the session first, convert the model, and attach again"
-            )
-
-    def _take_note(self, storage: torch.UntypedStorage) -> None:
-        self._lent, self._digest, self._lent_version = storage, None, self.tensor._version
+    def _take_note(self, storage: torch.UntypedStorage, version: int) -> None:
+        self.lent, self._lent_version = storage, version
         self._count(self.nbytes)
 
     def _is_changed(self) -> bool:
-        if self._lent_version != self.tensor._version or self._lent is not self.tensor.untyped_storage():
+        found = self.tensors[0].untyped_storage()
+        if self._lent_version != self._versions() or self.lent is not found:
             return True
-        return self._digest is not None and self._digest != sums(_bytes_of(self.tensor))
-
-    def _rewrite(self) -> None:
-        if self._reads is not None:
-            self._read()
-        was_here = self._is_here
-        self._resize(self.nbytes)
-        self.here.copy_(self.tensor)
-        self._write()
-        self._version = self.tensor._version
-        if not was_here:
-            self._resize(0)
+        return self._digest is not None and self._digest != sums(_bytes_of(found))
 
     # ---- memory ----------------------------------------------------------------------------------
 
+    def _range(self, storage: torch.UntypedStorage, number: int) -> ByteRange:
+        size = self.nbytes // len(self._homes)
+        return ByteRange(storage, number * size, size)
+
+    def _put(self, data: Tensors) -> None:
+        for tensor, each in zip(self.tensors, data, strict=True):
+            tensor.data = each
+
+    def _versions(self) -> int:
+        return sum(each._version for each in self.tensors)
+
     def _write(self) -> None:
-        self._home.settle_writes(self._home.write(self._bytes))
+        writes = [home.write(self._range(self._storage, number)) for number, home in enumerate(self._homes)]
+        for home, transfers in zip(self._homes, writes, strict=True):
+            home.settle_writes(transfers)
+        self._version = self._versions()
 
-    def _read(self) -> None:
-        self.begin_read()
-        self._settle_reads()
-        if not self.is_lent:
-            self.tensor.data = self.here
-        self._is_here = True
-
-    def _settle_reads(self) -> None:
-        self._home.settle_reads(self._reads or [])
-        self._reads = None
+    def _settle_reads(self, wanted: Iterable[int]) -> None:
+        for each in wanted:
+            if each in self._reads:
+                self._homes[each].settle_reads(self._reads[each])
+                del self._reads[each]
+                self._resident.add(each)
 
     def _free(self) -> None:
         # Set this before the memory is freed. After an interrupt, the bytes are then read again.
-        self._is_here = False
-        if not self.is_lent:
-            self.tensor.data = self._away
+        self._resident = set()
+        if self.lent is None:
+            self._put(self._away)
         self._resize(0)
 
     def _resize(self, nbytes: int) -> None:
         grown = nbytes - self._storage.nbytes()
         if grown:
             self._storage.resize_(nbytes)
-            self._stream = self._home.homes.device.stream()
+            self._stream = self._device.stream()
             self._count(grown)
 
 
-_OWN_USERS = 2
-"""Users of lent memory without other tensors: the tensor itself and the Python object of the storage."""
-
-
-def _kind_of(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} of {tuple(tensor.shape)} on {tensor.device}"
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    storage = tensor.untyped_storage()
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return ByteRange(storage, 0, storage.nbytes()).tensor()
 
 
 @torch.inference_mode(mode=False)  # in inference mode the new tensor could not be trained later
-def _over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+def _over(storage: torch.UntypedStorage, like: torch.Tensor, *, is_expanded: bool = False) -> torch.Tensor:
     empty = torch.empty(0, dtype=like.dtype, device=storage.device)
+    if is_expanded:
+        return empty.set_(storage, 0, like.shape, (0,) * like.ndim)
     return empty.set_(storage, like.storage_offset(), like.shape, like.stride())
 
 
-@torch.inference_mode(mode=False)
-def _nan_like(weight: torch.Tensor) -> torch.Tensor:
-    is_integer = not (weight.is_floating_point() or weight.is_complex())
-    value = torch.iinfo(weight.dtype).max if is_integer else float("nan")
-    return torch.full((1,), value, dtype=weight.dtype, device=weight.device).squeeze(0).expand(weight.shape)
+@functools.cache
+def _placeholder(device: torch.device) -> torch.UntypedStorage:
+    storage = new_storage(16, device)  # of the largest data type
+    _bytes_of(storage).fill_(255)
+    return storage
