@@ -143,7 +143,7 @@ def _find(chunks: list[nn.Module]) -> LayerStack:
 
 def _about(chunks: Sequence[nn.Module]) -> dict[str, object]:
     """Return the name and the number of parameters of a model."""
-    parameters = {parameter for chunk in chunks for parameter in chunk.parameters()}  # shared ones count once
+    parameters = {parameter for chunk in chunks for parameter in chunk.parameters()}  # each counts once
     names = dict.fromkeys(type(_unwrapped(chunk)).__name__ for chunk in chunks)
     known = (parameter.numel() for parameter in parameters if not is_lazy(parameter))
     return {"name": ", ".join(names), "parameters": sum(known)}

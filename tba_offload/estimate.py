@@ -102,7 +102,7 @@ def run_on_console(
                 raise ConfigError(f"no memory is left for activations: {share}. Choose a larger device")
             auto = (Placement.AUTO,) * len(names)
             case = Case(dry.profile, bandwidth, limits.on_device(share), auto)
-            # The profile has only activations. Each step shows how much memory there is beside them.
+            # The profile has only activations. Each step shows the memory beside activations.
             beside = (steps[way].activation_peak - case.played(placed[way]).activation_peak for way in WAYS)
             placed["fit"] = solve(replace(case, profile=replace(dry.profile, headroom=max(beside))))
             steps["fit"] = dry.step(placed["fit"])
@@ -123,7 +123,7 @@ def run_on_console(
         place = bisect_left(lengths, -bandwidth.write, key=lambda length: -dry.needed_rate(length))
         carried = lengths[place] if place < len(lengths) else None
     for way, step in steps.items():
-        # Backward finds some bytes in memory before they are written. Their number depends on the speed of
+        # Backward finds some bytes in memory before these are written. Their number depends on the speed of
         # the drives, so all bytes count that a step sends.
         sent, day = step.sent_bytes, bytes_per_day(step.sent_bytes, step.seconds)
         row = {
@@ -475,7 +475,7 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seen = StepObservation(trace, (), (), plan, record, began=0.0, on_device=on_device)
         self.profile = profile_of(seen, [(0, name) for name in self.names], self.profile, nets=True)
         if self.profile is None:
-            raise UnsupportedError("backward reaches no layer, so there is nothing to offload")
+            raise UnsupportedError("backward reaches no layer, so nothing can be offloaded")
         stalled = sum(ended - began for began, ended in stats.marked_stalls)
         sent = machine.beyond_host(stats.offloaded + stats.forwarded)
         peaks = self._whole - gradients, stats.offloaded, self._peak

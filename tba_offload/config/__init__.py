@@ -477,7 +477,7 @@ def load_config(path: str | Path, *, layers: Layers = None) -> OffloadConfig:
     try:
         text = Path(path).read_text("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"is not UTF-8 text: {error.reason}", file=file) from None
+        raise ConfigError(f"the file is not UTF-8 text: {error.reason}", file=file) from None
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}", file=file) from None
     return OffloadConfig.from_yaml(text, file=file, layers=layers)

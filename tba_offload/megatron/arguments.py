@@ -33,9 +33,9 @@ _FLAGS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("objective", "budget.objective", {"metavar": "GOAL"}, "Goal of the planner: time or memory."),
     ("store", "store.kind", {"metavar": "KIND"}, "Kind of store: auto, gds, file or host."),
     ("host-capacity", "store.host_capacity", _SIZE, "Host memory to fill before the drives."),
-    ("checksum", "store.checksum", _SWITCH, "Check reads with a checksum (default)."),
+    ("checksum", "store.checksum", _SWITCH, "Compare checksums of writes and reads (default)."),
     ("optimizer-states", "states", _STATES, "Placement of optimizer states between updates."),
-    ("run-log", "", _FILE, "Run log. Ranks write run.rank0.jsonl and so on."),
+    ("run-log", "", _FILE, "Path of the run log, such as run.jsonl. Rank 0 writes run.rank0.jsonl."),
     ("trace-steps", "", _STEPS, "Numbers of steps, from 1, to record as timelines."),
 )
 """The flags: name, setting of the policy, options for argparse, and help text of each flag."""
@@ -88,7 +88,7 @@ CONFLICTS = (
     ),
     Conflict("--overlap-dispatch-backward-with-experts-wgrad", _OUTSIDE),
     Conflict("--delay-wgrad-compute", _OUTSIDE),
-    Conflict("--yaml-cfg", "the flag makes Megatron ignore all other flags, also the --tba- flags"),
+    Conflict("--yaml-cfg", "the flag makes Megatron ignore all other flags, including the --tba- flags"),
     Conflict("--use-megatron-fsdp", _FSDP),
     Conflict("--use-torch-fsdp2", _FSDP),
 )

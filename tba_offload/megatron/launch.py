@@ -66,7 +66,7 @@ def prepare(arguments: Sequence[str]) -> Path:
 
 
 def enter(arguments: Sequence[str]) -> Path:
-    """Set ``sys.argv`` and ``sys.path`` for a script and its arguments.
+    """Set ``sys.argv`` and ``sys.path`` for a training script.
 
     Returns:
         Path of the script.

@@ -53,7 +53,7 @@ def find_stack(
             has no other ranks.
 
     Raises:
-        UnsupportedError: A layer has no number.
+        UnsupportedError: A layer of the model has no ``layer_number``.
     """
     layer_types = _layer_types()
     found = [

@@ -61,7 +61,7 @@ class Checkout:
         """Apply the patch to the checkout.
 
         Args:
-            check: Whether to check only, without changing files.
+            check: Whether only to check the patch, without changing files.
 
         Returns:
             True if the checkout was not patched before.
@@ -82,7 +82,7 @@ class Checkout:
         """Remove the patch from the checkout.
 
         Args:
-            check: Whether to check only, without changing files.
+            check: Whether only to check the patch, without changing files.
 
         Returns:
             True if the checkout was patched before.

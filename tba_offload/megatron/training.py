@@ -1,7 +1,7 @@
 """Functions that open a session in Megatron-LM's training loop.
 
 Offloading starts at three functions of ``megatron.training``. The function that adds Megatron's arguments
-also adds the ``--tba-`` flags. After the function that builds model and optimizer, the session attaches. The
+also adds the ``--tba-`` flags. The session attaches after the function that builds model and optimizer. The
 function that returns the schedule returns a wrapped schedule, in which each call with a backward is a step.
 For the launcher, :func:`install` wraps these functions. A patched checkout calls :func:`add_arguments`,
 :func:`attach_model` and :func:`stepping` itself. A patched checkout may also run under the launcher.

@@ -210,10 +210,12 @@ class StepProfile:
         return replace(self, slots=slots)
 
     def timing(self, layer: int, placement: Placement) -> Timing:
-        """Return the seconds of a layer under a placement. If times were not measured, return an estimate.
+        """Return the seconds of a layer under a placement.
 
-        Two rules correct noisy measurements. First, keeping takes no longer than offloading. Second,
-        recomputing takes longer by one forward.
+        If the times of the placement were not measured, return an estimate.
+
+        Two rules correct noisy measurements: keeping takes no longer than offloading, and recomputing takes
+        longer by one forward.
         """
         number, kind, way = self.layers[layer], self.kind_of(layer), computed_as(placement)
         offloaded, kept = self._measured(number, Placement.OFFLOAD), self._measured(number, Placement.KEEP)
@@ -267,7 +269,7 @@ class Bandwidth:
     Attributes:
         write: Bytes written per second.
         read: Bytes read per second.
-        capacity: Capacity in bytes. ``None`` for no limit.
+        capacity: Capacity in bytes; ``None`` for no limit.
         host: Rates of host memory; ``None`` if host memory is not used.
         host_first: Whether host memory takes writes first.
     """
@@ -312,7 +314,7 @@ class DeviceShare:
 
     @property
     def left(self) -> int:
-        """Bytes left for activations.
+        """Bytes of the device that are left for activations.
 
         A negative number means that the device is too small even without activations.
         """
@@ -336,7 +338,7 @@ class DeviceShare:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits that a plan must keep. ``None`` means no limit.
+    """Limits that a plan must keep. A limit of ``None`` means no limit.
 
     Attributes:
         budget: Largest activation peak in bytes.

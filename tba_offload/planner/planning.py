@@ -39,9 +39,10 @@ class Planning:
 
     Attributes:
         plan: The plan in use.
-        controller: Makes new plans. ``None`` if the session has nothing to decide and nothing to measure.
+        controller: The controller, which makes new plans; ``None`` if the session has nothing to decide and
+            measure.
         chosen: Layers that the controller may recompute.
-        seconds: Seconds that training waited for the controller after the last step. ``None`` without a
+        seconds: Seconds that training waited for the controller after the last step; ``None`` without a
             controller.
     """
 
@@ -344,7 +345,7 @@ class ResidentData:
         self._chosen(line, {"step": record.step, "parts": count, "offloaded": sum(parts)})
 
     def close(self) -> None:
-        """Stop the choice."""
+        """Stop choosing which data stays on the device."""
         self._budget.extra_bytes = int  # breaks a reference cycle
 
 

@@ -45,7 +45,7 @@ def play(profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> Prediction:
 
 
 class _Item:
-    """One offloaded activation. Times are infinite until known."""
+    """One offloaded activation. The times of an activation are infinite until known."""
 
     __slots__ = ("arrives", "blocks", "in_memory", "nbytes", "stays", "tier", "until", "waits", "written")
 
@@ -320,7 +320,10 @@ class _Step:
             tier.written += item.nbytes
 
     def _tier_for(self, item: _Item, host: _Tier) -> _Tier:
-        """Return the tier that takes a write. If this tier has no room for the write, both tiers are full."""
+        """Return the tier that takes a write.
+
+        If the returned tier has no room for the write, both tiers are full.
+        """
         drives = self._drives
         wants_host = is_for_host(host, drives, self._window.spills_above, self._share)
         tier, other = (host, drives) if wants_host else (drives, host)

@@ -34,7 +34,7 @@ WAYS = (Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD, Placement.RECOMPUTE_EX
 """Placements that spare the drive, because they offload fewer bytes than ``offload``."""
 
 GRID = 6
-"""Number of intervals of the first grid."""
+"""Number of intervals of the first search grid."""
 
 MOST_PLAYS, LEAST_PLAYS, MOST_PLAYED = 500, 40, 200_000
 """Limits of the search: the largest and smallest number of simulated plans, and the number of simulated
@@ -118,7 +118,7 @@ class Case:
     def full_planned(self) -> float:
         """Largest peak in bytes with a full window.
 
-        The margin is larger, because a full window is never measured.
+        The margin is larger than without a full window, because a full window is never measured.
         """
         return math.inf if self.limits.budget is None else (1 - UNMEASURED) * self.limits.budget
 
@@ -320,7 +320,7 @@ def _with_few_micro_batches(profile: StepProfile) -> StepProfile:
 
 
 def _merged(activations: Sequence[Saved], most: int) -> tuple[Saved, ...]:
-    """Merge neighbours of the same treatment into one activation.
+    """Merge neighbouring activations of the same treatment into one activation.
 
     The merged activation is saved at the time of the last neighbour, and used at the time of the first
     neighbour.

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 _PROFILE, _PLAN, _RATES = TypeAdapter(StepProfile), TypeAdapter(Plan), TypeAdapter(Bandwidth)
 
 FRONTIER = (0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.65, 0.8, 1.05)
-"""Budgets of the frontier, as shares of the peak with placement ``keep``."""
+"""Budgets for which ``tba-offload plan`` shows the best plan, as shares of the peak with placement
+``keep``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +48,11 @@ class Situation:
         bandwidth: Rates of the store.
         config: Policy of the run.
         elsewhere: Layers of other processes, such as other pipeline stages, and their placements.
-        run: Measured activation peak in bytes, and seconds of a step of the run. ``None`` if not measured.
+        run: Measured activation peak in bytes, and seconds of a step of the run; ``None`` if not measured.
         title: Text with the model and the machine.
         not_recomputed: Layers whose recomputation gave other results, and all layers of the same kind.
         beside: Bytes on the device beside activations: live bytes before a step, and the largest number of
-            gradient bytes at one time. ``None`` if not measured. Offloaded optimizer states are not counted,
+            gradient bytes at one time; ``None`` if not measured. Offloaded optimizer states are not counted,
             except sub-groups in use.
     """
 

@@ -38,8 +38,8 @@ class PlanReport:
         step: Predicted step under the plan.
         frontier: Predicted steps of the best plans for several budgets, ordered by budget.
         keep_peak_bytes: Predicted activation peak if all layers are kept.
-        keep_seconds: Predicted step time if all layers are kept. None if the run kept no layer.
-        run: Measured activation peak and step time of the run. None if not measured.
+        keep_seconds: Predicted step time if all layers are kept; None if the run kept no layer.
+        run: Measured activation peak and step time of the run; None if not measured.
         title: Text with the model and the machine.
         notes: Sentences about drives, the device and optimizer states.
         beside_bytes: Bytes of the device that activations cannot use, if ``budget.device_bytes`` is given.
@@ -88,7 +88,7 @@ class PlanReport:
         if keep := self.keep_seconds:
             columns["x keep"] = lambda each: f"{each.seconds / keep:.2f}"
         rows = [(*(cell(each) for cell in columns.values()), each.layers) for each in self.frontier]
-        return Table((*columns, "Layers"), rows, right=columns, title="The best plan for each budget")
+        return Table((*columns, "Layers"), rows, right=columns, title="Best plan for each budget")
 
     def advice(self, policy_file: str | None = None) -> str:
         """Return the advice for this plan as text.

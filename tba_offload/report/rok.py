@@ -50,7 +50,7 @@ class RokPoint:
         batch_size: Number of sequences in a step; None if the log does not have this number.
         activation_peak_bytes: Largest activation peak of the counted steps in bytes; None if not measured.
         device_peak_bytes: Peak live bytes of the device during forward and backward, including weights and
-            gradients. On a CPU, live bytes of the process. None if not measured.
+            gradients; None if not measured. On a CPU, ``device_peak_bytes`` counts live bytes of the process.
         throughput: Work of a step divided by the median step time, in ``unit``.
         unit: Unit of the throughput: ``"FLOP/s"``, without recomputation, or ``"tokens/s"``.
         step_seconds: Median time of the counted steps in seconds, including the optimizer's update.
@@ -59,9 +59,9 @@ class RokPoint:
         steps: Number of counted steps with a time.
         source: The run log.
         memory: Memory by which points are compared.
-        peak_source: Method that measured the peak. None if the log does not say.
+        peak_source: Method that measured the peak; None if the log does not name the method.
         title: Text with the model and the machine, without the numbers that label points.
-        sequence: Tokens of a sequence. None if the log does not say, or if all points have the same number.
+        sequence: Sequence length in tokens; None if unknown, or if all points have the same sequence length.
     """
 
     strategy: str
@@ -255,7 +255,7 @@ def csv_text(points: Sequence[RokPoint]) -> str:
 
 
 def advice(points: Sequence[RokPoint]) -> list[str]:
-    """Return comparisons of the runs as sentences."""
+    """Return sentences that compare the runs."""
     few = ", ".join(each.name for each in points if each.steps < 3)
     doubts = [f"Fewer than 3 steps count for {few}. Train more steps to get reliable times."] if few else []
     return [*_at_equal_size(points), *doubts]

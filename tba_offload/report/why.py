@@ -359,8 +359,8 @@ def _held_elsewhere(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
     held = max(_known_elsewhere(seen), 0 if _is_host_store_on_cpu(seen) else seen.most("outputs"))
     what = f"the program keeps references to {readable_size(held)} of tensors that layers save or return"
     change = (
-        "drop the references (output_hidden_states=False, output_attentions=False, no lists of hidden states "
-        "or losses), and register constant tables as buffers"
+        "drop these references (output_hidden_states=False, output_attentions=False, no lists of hidden "
+        "states or losses), and register constant tables as buffers"
     )
     yield "held elsewhere", lambda phase: min(held, phase.of("small", "outputs", "beside")), what, change
 
@@ -368,7 +368,7 @@ def _held_elsewhere(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
 def _known_elsewhere(seen: Evidence) -> int:
     """Return the bytes that references outside autograd keep in memory.
 
-    The first step writes these bytes in vain.
+    The first step writes tensors with such references in vain.
     """
     return max(step.held_bytes for step in seen.log.steps)
 

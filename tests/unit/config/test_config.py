@@ -289,7 +289,7 @@ def test_load_config(tmp_path: Path) -> None:
     assert config.policy.file == str(path)
     assert [rule.line for rule in config.layers] == [3, 5]
     path.write_bytes(b"default: \xff")
-    with pytest.raises(ConfigError, match=r"policy\.yaml: is not UTF-8 text"):
+    with pytest.raises(ConfigError, match=r"policy\.yaml: the file is not UTF-8 text"):
         load_config(str(path))
 
 
