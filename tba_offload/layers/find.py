@@ -211,8 +211,7 @@ def check_disjoint(layers: Sequence[Layer]) -> None:
         for part in layer.module.modules():
             if part in owner and part in {layer.module, owner[part].module}:
                 raise UnsupportedError(
-                    f"{layer.id} and {owner[part].id} are the same module, or one is inside the other. "
-                    "Pass only one of the two"
+                    f"{layer.id} and {owner[part].id} are the same or nested modules. Pass only one of both"
                 )
             owner[part] = layer
 

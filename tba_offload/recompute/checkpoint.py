@@ -127,8 +127,7 @@ class RecomputedLayer:
         if fault is None or self.has_failed:
             return
         self.verifier.failed.add(type(self.module))
-        kind = type(self.module).__name__
-        sentence = f"{self.name} and other layers of class {kind} are not recomputed by the planner: {fault}"
+        sentence = f"{self.name} and other layers of its class are not recomputed by the planner: {fault}"
         if OTHER in str(fault):
             warn(sentence, RuntimeWarning)  # the trial may have changed the state of the program
         else:

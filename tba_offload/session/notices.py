@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 _MESSAGES = {
     "backward outside": "backward runs outside of the step of its forward. Gradients are correct, but the "
-    "figures of the step do not include this backward. Put forward and backward into one "
-    "`with session.step():`",
+    "figures of the step exclude this backward. Put forward and backward into one `with session.step():`",
     "cache": "the model fills a key-value cache during training. The cache keeps tensors of all "
     "layers in memory. Switch the cache off: use_cache=False, as an argument of the model or in its config",
     "left alone": "{} runs inside saved-tensor hooks or a transform of other code (save_on_cpu, torch.func), "

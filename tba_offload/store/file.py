@@ -367,8 +367,7 @@ def _open_directory(path: str) -> int:
     except (FileNotFoundError, NotADirectoryError) as error:
         wrong = next(part for part in (*reversed(here.parents), here) if not part.is_dir())
         if wrong.exists():
-            what = f"{wrong.name!r} is not a directory; choose a directory"
-            raise StoreError(error.errno, what, path) from None
+            raise StoreError(error.errno, f"{wrong.name!r} is a file; choose a directory", path) from None
         remedy = f"mount the drive, or create the directory: mkdir -p {shlex.quote(str(here))}"
         raise StoreError(errno.ENOENT, f"{wrong.name!r} does not exist; {remedy}", path) from None
 

@@ -51,7 +51,7 @@ def test_a_directory_that_cannot_be_used_is_named_and_nothing_is_written(tmp_pat
     (tmp_path / "link").symlink_to(tmp_path / "away")
     for path, message in {
         tmp_path / "not" / "there": "'not' does not exist; mount the drive",
-        tmp_path / "file": "'file' is not a directory",
+        tmp_path / "file": "'file' is a file; choose a directory",
         tmp_path / "link": f"mkdir -p {tmp_path / 'away'}",
     }.items():
         result = call("init", path)
