@@ -14,6 +14,8 @@ from collections.abc import Callable
 from functools import partial, update_wrapper
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from tba_offload.capture.trace import ScopeKey
 from tba_offload.errors import SessionError, warn
 from tba_offload.torch_private import CALLS, is_compiled, is_recomputation, not_traced, switch_tracer
@@ -29,10 +31,7 @@ if TYPE_CHECKING:
 Tracer = Any
 """The compiler's hook into the interpreter; ``None`` if nothing is compiled."""
 
-_COPIES = (
-    "copies of a layer that share its attributes, such as copies by nn.DataParallel, run without offloading. "
-    "To train on several devices, use DistributedDataParallel with one process for each device"
-)
+_COPIES = "copies of a layer, as by nn.DataParallel, run without offloading. Use DistributedDataParallel"
 
 
 Run = Callable[["Site", tuple[object, ...], dict[str, object]], object]
@@ -56,6 +55,8 @@ class Site:
         runs: Number of runs in this step.
         waiting: Number of runs in this step whose backward has not started.
         tracer: The tracer in the last call of the layer.
+        checkpoint: The checkpoint function of the framework that a session has taken over; ``None`` if the
+            framework does not checkpoint the layer.
     """
 
     def __init__(self, layer: Layer, index: int) -> None:
@@ -64,6 +65,7 @@ class Site:
         self.layer, self.index = layer, index
         self.runs = self.waiting = 0
         self.tracer: Tracer = None
+        self.checkpoint: Callable[..., object] | None = None
 
     def install(self, run: Run) -> None:
         """Replace the layer's forward by ``run``.
@@ -94,7 +96,7 @@ class Site:
             if copied is not None:
                 warn(_COPIES)
                 switch_tracer(tracer)
-                return type(copied).forward(copied, *args, **kwargs)
+                return self.run_plainly(partial(type(copied).forward, copied), args, kwargs)
             if tracer is not self.tracer and (tracer is not None or not is_recomputation()):
                 self.tracer = tracer  # recomputation is never called from compiled code
             return self._run(self, args, kwargs)
@@ -103,9 +105,8 @@ class Site:
 
     def _copy_in(self, caller: FrameType) -> nn.Module | None:
         """Return the called module if it is a copy of the layer; ``None`` if it is the layer itself."""
-        called, layer = None, self.layer.module
-        if caller.f_code.co_filename == CALLS:
-            called = caller.f_locals.get("self")
+        called = caller.f_locals.get("self") if caller.f_code.co_filename == CALLS else None
+        layer = self.layer.module
         is_copy = called is not layer and type(called) is type(layer) and self.is_method
         return called if is_copy else None
 
@@ -130,6 +131,21 @@ class Site:
             return self.own(*args, **kwargs)
         finally:
             switch_tracer(before)
+
+    def run_plainly(self, forward: Callable[..., object], args: Sequence[object], kwargs: Any) -> object:
+        """Run a forward without a placement, as the framework does: in its checkpoint, if there is one.
+
+        A reentrant checkpoint needs tensors as positional arguments.
+        """
+        if self.checkpoint is None or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
+
+        def run(*given: object) -> object:
+            named = zip(names, given[len(args) :], strict=True)
+            return forward(*given[: len(args)], **{**kwargs, **dict(named)})
+
+        return self.checkpoint(run, *args, *(kwargs[name] for name in names))
 
     @property
     def is_compiled(self) -> bool:

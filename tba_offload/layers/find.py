@@ -6,6 +6,7 @@ passes.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 from collections import defaultdict
@@ -34,12 +35,38 @@ class Switch(NamedTuple):
         owner: The object with the attribute.
         attribute: Name of the attribute.
         layers: The modules that the framework checkpoints.
+        checkpoint: Runs a function with its arguments in the framework's checkpoint.
     """
 
     name: str
     owner: Any
     attribute: str
     layers: AbstractSet[nn.Module]
+    checkpoint: Callable[..., Any]
+
+
+class SetAside:
+    """The value of a switch that a session has set aside. As a checkpoint function, it only calls the layer.
+
+    Attributes:
+        value: The value of the program.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the layer."""
+        return function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return copy.copy, (self.value,)  # copies of the model have the switch of the program
+
+    @staticmethod
+    def read(owner: object, attribute: str) -> Any:
+        """Return the program's value of a switch, also while it is set aside; ``None`` if there is none."""
+        value = getattr(owner, attribute, None)
+        return value.value if type(value) is SetAside else value
 
 
 LEAST_LEFT_OUT = 0.1
@@ -181,9 +208,7 @@ def explicit_layers(model: nn.Module | Sequence[nn.Module], modules: Sequence[nn
             module.
     """
     chunks = chunks_of(model)
-    names = {
-        module: (chunk, name) for chunk, part in enumerate(chunks) for name, module in part.named_modules()
-    }
+    names = {each: (chunk, name) for chunk, part in enumerate(chunks) for name, each in part.named_modules()}
     layers: list[Layer] = []
     for number, module in enumerate(modules):
         if module not in names:
@@ -231,9 +256,7 @@ def _candidates(model: nn.Module) -> str:
     for name, module in model.named_modules():
         if any(module.children()) and name and not isinstance(module, nn.ModuleList | nn.ModuleDict):
             kinds[type(module)][re.sub(r"\.(\d+)", r"[\1]", f"model.{name}")] = module
-    largest = max(
-        kinds.values(), key=lambda each: (len(each) > 1, _parameter_count(each.values())), default={}
-    )
+    largest = max(kinds.values(), key=lambda k: (len(k) > 1, _parameter_count(k.values())), default={})
     return ", ".join([*largest][:4]) or "..."
 
 
@@ -331,12 +354,7 @@ def _are_alike(blocks: Blocks, *, may_differ: bool) -> bool:
     if len(firsts) == 1:
         return True
     # The stages of a U-Net have different classes. The lists of blocks in them are found separately.
-    held = (
-        each
-        for block in blocks.values()
-        for _, inner in _outermost(block, least=2)
-        for each in inner.values()
-    )
+    held = (b for block in blocks.values() for _, inner in _outermost(block, least=2) for b in inner.values())
     return may_differ and len(firsts) < len(blocks) and not _are_most(held, blocks.values())
 
 

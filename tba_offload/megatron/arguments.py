@@ -82,10 +82,7 @@ CONFLICTS = (
     Conflict("--enable-cuda-graph", _GRAPH),
     Conflict("--external-cuda-graph", _GRAPH),
     Conflict("--cuda-graph-impl", _GRAPH),
-    Conflict(
-        "--overlap-moe-expert-parallel-comm",
-        "the flag runs parts of layers for different micro-batches in turn",
-    ),
+    Conflict("--overlap-moe-expert-parallel-comm", "it runs parts of layers for different micro-batches"),
     Conflict("--overlap-dispatch-backward-with-experts-wgrad", _OUTSIDE),
     Conflict("--delay-wgrad-compute", _OUTSIDE),
     Conflict("--yaml-cfg", "the flag makes Megatron ignore all other flags, including the --tba- flags"),
@@ -117,10 +114,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """
     if "--tba-policy" in parser._option_string_actions:
         return parser
-    group = parser.add_argument_group(
-        "activation offloading (tba-offload)",
-        "Any of these flags switches offloading on. Flags override the policy.",
-    )
+    text = "Any of these flags switches offloading on. Flags override the policy."
+    group = parser.add_argument_group("activation offloading (tba-offload)", text)
     for name, _, options, text in _FLAGS:
         group.add_argument(f"--tba-{name}", help=text, **options)
     _make_help_printable(parser)

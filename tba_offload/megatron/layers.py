@@ -13,7 +13,7 @@ from torch.nn import ModuleList
 
 from tba_offload.config.policy import LayerId, with_depths
 from tba_offload.errors import UnsupportedError
-from tba_offload.layers.find import Layer, LayerStack, State, Switch, chunks_of
+from tba_offload.layers.find import Layer, LayerStack, SetAside, State, Switch, chunks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,35 +64,37 @@ def find_stack(
     own = [layer.id for layer in found]
     ids = shorten(own, gather(own) if gather is not None else own)
     layers = tuple(replace(layer, id=short) for layer, short in zip(found, ids, strict=True))
-    switches = partial(_switches, [module for chunk in chunks_of(model) for module in chunk.modules()])
-    inside = {module for switch in switches() for module in switch.layers}
-    checkpointed = [layer.id for layer in layers if layer.module in inside]
-    return LayerStack(
-        layers,
-        micro_batch=current_microbatch,
-        states=_states,
-        switches=switches,
-        checkpointed=frozenset(() if gather is None else gather(checkpointed)) - set(checkpointed),
-    )
+    modules = [module for chunk in chunks_of(model) for module in chunk.modules()]
+    lists = [each for each in modules if isinstance(getattr(each, "layers", None), ModuleList)]
+    switches = partial(_switches, [each for each in lists if hasattr(getattr(each, "config", 0), "fp8")])
+    checkpointed = [each.id for each in layers if any(each.module in on.layers for on in switches())]
+    elsewhere = frozenset(() if gather is None else gather(checkpointed)) - set(checkpointed)
+    return LayerStack(layers, current_microbatch, _states, switches, elsewhere)
 
 
-def _switches(modules: Sequence[nn.Module]) -> Iterator[Switch]:
-    """Yield a switch for each configuration under which Megatron recomputes whole layers.
+def _switches(blocks: Sequence[Any]) -> Iterator[Switch]:
+    """Yield the configurations by which blocks recompute whole layers, and these layers.
 
     Megatron itself recomputes layers whose inputs are distributed over ranks, and layers in which a second
     run changes FP8 scales.
     """
-    have_layers = (each for each in modules if isinstance(getattr(each, "layers", None), ModuleList))
-    blocks: list[Any] = [each for each in have_layers if hasattr(getattr(each, "config", 0), "fp8")]
+    name = "recompute_granularity"
     for config in {id(block.config): block.config for block in blocks}.values():
         is_left = config.distribute_saved_activations or config.fp8 or getattr(config, "fp4", None)
-        if config.recompute_granularity != "full" or is_left:
+        if SetAside.read(config, name) != "full" or is_left:
             continue
         own = [block for block in blocks if block.config is config]
         is_by_block, count = config.recompute_method == "block", config.recompute_num_layers
         kept = {layer for block in own for layer in block.layers[count:] if is_by_block}
         inside = {module for block in own for module in block.modules()}
-        yield Switch("recompute_granularity", config, "recompute_granularity", inside - kept)
+        yield Switch(name, config, name, inside - kept, _checkpoint)
+
+
+def _checkpoint(run: Callable[..., object], *args: object) -> object:
+    """Run a layer in Megatron's checkpoint."""
+    from megatron.core import tensor_parallel
+
+    return tensor_parallel.checkpoint(run, False, *args)  # noqa: FBT003 - positional in Megatron
 
 
 def _states() -> Sequence[State]:

@@ -161,7 +161,7 @@ def _follow_distributed_checkpoints(child: Any, states: OptimizerStates) -> None
         found = states.read(main, master=True)
         return {"param": found.pop(MASTER, main), **found}
 
-    def set_(model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
+    def put(model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
         # Megatron copies states into new memory. At the end of the block, the states are offloaded.
         with states.setting(main_of(model_param)):
             set_plain(model_param, tensors)
@@ -174,7 +174,7 @@ def _follow_distributed_checkpoints(child: Any, states: OptimizerStates) -> None
     vars(child).update(
         load_state_dict=load,
         _get_main_param_and_optimizer_states=get,
-        _set_main_param_and_optimizer_states=set_,
+        _set_main_param_and_optimizer_states=put,
     )
 
 
@@ -231,10 +231,7 @@ def _narrowed(child: Any, masters: AbstractSet[torch.Tensor | None]) -> Iterator
     """Restrict an optimizer to some masters and the parameters of these masters within the block."""
     names = _groups_of(child) or ()
     whole = [getattr(child, name) for name in names]
-    pairs = [
-        [pair for pair in zip(*groups, strict=True) if pair[1] in masters]
-        for groups in zip(*whole, strict=True)
-    ]
+    pairs = [[p for p in zip(*groups, strict=True) if p[1] in masters] for groups in zip(*whole, strict=True)]
     try:
         for place, name in enumerate(names):
             vars(child)[name] = [[pair[place] for pair in group] for group in pairs]

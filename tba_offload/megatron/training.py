@@ -63,8 +63,7 @@ def install() -> None:
 
     _wrap(arguments, "add_megatron_arguments", lambda add: lambda parser: add_arguments(add(parser)))
     _wrap(training, "setup_model_and_optimizer", _attaching)
-    if hasattr(training, "load_checkpoint"):
-        _wrap(training, "load_checkpoint", attaching_first)
+    _wrap(training, "load_checkpoint", attaching_first)
     _wrap(training, "get_forward_backward_func", lambda get: lambda *a, **k: stepping(get(*a, **k)))
 
 
@@ -193,7 +192,7 @@ def open_session(
     if world.rank == 0:
         on_gpu = any(parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())
         warn_of_doubts(config, world.layers, on_cpu=not on_gpu)
-    own = _with_own_drives(config)
+    own = _of_this_rank(config, arguments)
     run_log = arguments.tba_run_log
     if run_log is not None:
         run_log = run_log_path(run_log, agreed=lambda number: max(_of_all_ranks([number])))
@@ -249,8 +248,7 @@ def _world_of(own: list[LayerId], config: OffloadConfig) -> World:
     for rank, others in enumerate(_of_all_ranks([placements])):
         if others != placements:
             raise ConfigError(
-                f"rank {rank} has a different policy from rank {own_rank}, but all ranks of a model need one "
-                "policy. Use the same policy file on every node"
+                f"rank {rank} has a different policy from rank {own_rank}. Use the same file on every node"
             )
     layers = _of_all_ranks(own)
     if not layers:
@@ -294,15 +292,23 @@ def _failing_together() -> Iterator[None]:
         raise TbaError(f"activation offloading could not start on {failures[0]}")
 
 
-def _with_own_drives(config: OffloadConfig) -> OffloadConfig:
-    """Return the configuration with the drives of the node that this rank uses, at least one."""
+def _of_this_rank(config: OffloadConfig, arguments: argparse.Namespace) -> OffloadConfig:
+    """Return the config with this rank's share of the node's drives, which has at least one drive.
+
+    A transfer that hangs fails after at most half the timeout of collective operations. Otherwise other ranks
+    would fail first, without the reason.
+    """
     hosts, own_rank = _of_all_ranks([socket.gethostname()]), rank_of_process()[0]
     neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[own_rank]]
     place, directories = neighbours.index(own_rank), config.store.directories
     own = directories[place :: len(neighbours)]
     if directories and not own:
         own = (directories[place % len(directories)],)
-    return replace(config, store=replace(config.store, directories=own))
+    minutes = getattr(arguments, "distributed_timeout_minutes", None) or 0
+    waits = 60 * minutes, getattr(arguments, "distributed_timeout_seconds_after_init", None) or 0
+    stall = config.store.stall_seconds
+    stall = stall and min(stall, *(seconds / 2 for seconds in (*waits, 2 * stall) if seconds))
+    return replace(config, store=replace(config.store, directories=own, stall_seconds=stall))
 
 
 # Figures of a step
@@ -333,9 +339,7 @@ def report_loss(step: Step, losses: Any) -> None:
     if not parts:
         return
     device = next((each.device for each in parts[0] if isinstance(each, torch.Tensor)), "cpu")
-    numbers = [
-        [torch.as_tensor(each, device=device).detach().double().view(-1) for each in part] for part in parts
-    ]
+    numbers = [[torch.as_tensor(n, device=device).detach().double().view(-1) for n in part] for part in parts]
     total, *tokens = torch.stack([torch.cat(part) for part in numbers]).sum(0)
     step.loss = total / (tokens[0] if tokens else len(parts))
 

@@ -83,9 +83,7 @@ def _emptied(cache: Any) -> Any:
 def _is_filled(layer: Any) -> bool:
     """Return True if a layer of a key-value cache has data. Each kind of cache has its own flags for this."""
     flags = (flag for name, flag in vars(layer).items() if name.endswith("initialized"))
-    return isinstance(layer, _Gone) or any(
-        any(flag.values()) if type(flag) is dict else flag for flag in flags
-    )
+    return isinstance(layer, _Gone) or any(any(f.values()) if type(f) is dict else f for f in flags)
 
 
 def _copied(cache: Any) -> Any:

@@ -21,13 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tba_offload.torch_private import (
-    AFTER_BACKEND_SELECT,
-    KeySet,
-    is_recomputation,
-    sharing_versions,
-    untraced,
-)
+from tba_offload import torch_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -59,10 +53,7 @@ class AttentionOnce:
     """
 
     def __init__(
-        self,
-        forward: Callable[..., object],
-        pack: Callable[[Tensor], Any],
-        unpack: Callable[[Any], Tensor],
+        self, forward: Callable[..., object], pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
     ) -> None:
         _register_all()
         self._forward, self._unpack = forward, unpack
@@ -90,8 +81,8 @@ class AttentionOnce:
             return True, pack(alone.requires_grad_(alone.is_floating_point()))
 
         outputs = run()
-        if not is_recomputation():  # forward may run a backward pass
-            with sharing_versions():
+        if not torch_private.is_recomputation():  # forward may run a backward pass
+            with torch_private.sharing_versions():
                 self._calls.append((operation, list(map(taken, outputs))))
         return outputs
 
@@ -100,10 +91,8 @@ class AttentionOnce:
         before, outputs = next(calls, (None, []))
         if before is not operation:
             return run()  # the second run then saves other tensors, which the comparison finds
-        with sharing_versions():
-            return tuple(
-                self._unpack(output).detach() if is_packed else output for is_packed, output in outputs
-            )
+        with torch_private.sharing_versions():
+            return tuple(self._unpack(each).detach() if is_packed else each for is_packed, each in outputs)
 
 
 _thread = threading.local()
@@ -155,9 +144,9 @@ def _register(namespace: str, word: str, operation: Any) -> Any:
         is_on = torch.is_grad_enabled() or namespace != "aten"
         return is_on and any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
 
-    @untraced
-    def attend(keys: KeySet, /, *args: Any, **kwargs: Any) -> Any:
-        run = partial(operation.redispatch, keys & AFTER_BACKEND_SELECT, *args, **kwargs)
+    @torch_private.untraced
+    def attend(keys: torch_private.KeySet, /, *args: Any, **kwargs: Any) -> Any:
+        run = partial(operation.redispatch, keys & torch_private.AFTER_BACKEND_SELECT, *args, **kwargs)
         instead = getattr(_thread, "instead", None)
         if instead is None or any(args[drops : drops + 1]) or not saves_for_backward(args):
             return run()

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointError, _StopRecomputationError, checkpoint
+from torch.utils import checkpoint as torch_checkpoint
 
 from tba_offload.device import has_peers
-from tba_offload.errors import TbaError, UnsupportedError, warn
+from tba_offload.errors import RecomputationError, TbaError, UnsupportedError, warn
 from tba_offload.layers.graph import first_differentiable
 from tba_offload.layers.nested import modules_in
 from tba_offload.recompute.arguments import put_together, take_apart
@@ -48,23 +48,24 @@ class RecomputedLayer:
     """A layer whose forward can run again in backward.
 
     Args:
-        module: The layer.
-        name: Name of the layer in errors.
-        verifier: Collects the results of comparisons between first and second runs.
-        states: Function that returns the states that second runs restore in addition to PyTorch's random
-            generators.
+        site: The :class:`~tba_offload.capture.site.Site` of the layer. If the site has a checkpoint of a
+            framework, this checkpoint runs the layer if the layer cannot be recomputed here.
+        verifier: Collects the results of comparisons.
+        states: Returns the states that second runs restore in addition to PyTorch's random generators.
 
     Attributes:
+        name: Name of the layer in errors.
+        is_left: Whether the layer cannot be recomputed, and was left to the checkpoint of a framework.
         modes: The :class:`Mode` of the layer, by the training flags of its modules.
         tried: Modes in which a :class:`Trial` has shown whether the layer can be recomputed.
         last_saved: Index of the last tensor that the layer saves. Most differences between two runs also
             change the last saved tensor.
     """
 
-    def __init__(
-        self, module: nn.Module, name: str, verifier: Verifier, states: Callable[[], Sequence[State]] = tuple
-    ) -> None:
-        self.module, self.name, self.verifier, self.states = module, name, verifier, states
+    def __init__(self, site: Any, verifier: Verifier, states: Callable[[], Sequence[State]]) -> None:
+        self._site, self.verifier, self.states, self.is_left = site, verifier, states, False
+        self.module: nn.Module = site.layer.module
+        self.name = str(site.layer.id)
         self.modes: dict[tuple[bool, ...], Mode] = {}
         self.tried: set[tuple[bool, ...]] = set()
         self.last_saved = -1
@@ -80,17 +81,39 @@ class RecomputedLayer:
         Raises:
             UnsupportedError: A second run would repeat a side effect, or would give other numbers.
         """
-        if (reason := _why_never(self.module)) is not None:
+        if self._site.checkpoint is None and (reason := _why_never(self.module)) is not None:
             raise cannot(self.name, reason, UnsupportedError)
-        part = self.verifier.part((self.name, self.training, placement))
-        execution = _Execution(self, forward, given, part)
-        output = checkpoint(execution, *execution.tensors, use_reentrant=False)
+        mode = self.name, self.training, placement
+        execution = _Execution(self, forward, given, self.verifier.part(mode))
+        # The verifier compares the tensors of both runs.
+        output = torch_checkpoint.checkpoint(
+            execution, *execution.tensors, use_reentrant=False, determinism_check="none"
+        )
         if execution.errors:  # no variable for the error, because its frames refer to this frame
             if "saved tensor hooks" in str(execution.errors[0]):
                 reason = f"it forbids saved-tensor hooks ({execution.errors[0]})"
-                raise cannot(self.name, reason, UnsupportedError) from execution.errors.pop()
+                execution.errors[0] = cannot(self.name, reason, UnsupportedError)
+            if execution.is_undone():
+                return self._site.run_plainly(forward, *given)
             raise execution.errors.pop()
         return output
+
+    def must_leave(self) -> bool:
+        """Return True if the checkpoint of a framework runs the layer, because no other second run can."""
+        if self._site.checkpoint is None:
+            return False
+        if not self.is_left and (reason := _why_never(self.module)) is not None:
+            self.leave(cannot(self.name, reason, UnsupportedError))
+        return self.is_left
+
+    def leave(self, fault: BaseException) -> bool:
+        """Leave the layer to the checkpoint of its framework. Return False if there is none."""
+        if self._site.checkpoint is None or not isinstance(fault, UnsupportedError | RecomputationError):
+            return False
+        if not self.is_left:
+            self.verifier.leave(type(self.module), fault)
+        self.is_left = True
+        return True
 
     @property
     def has_failed(self) -> bool:
@@ -164,8 +187,10 @@ class _Execution:
         self._found = values_of(known.states)
         self._buffers = {name: layer.module.get_buffer(name).clone() for name in known.buffers}
         self._layout: Any = take_apart(given, self.tensors)
+        self._generators = torch.get_rng_state(), *torch_checkpoint.get_device_states(*self.tensors)
         self._new_run = partial(SavedTensors, layer.name, _static(layer.module), part, layer.last_saved)
         self._first, self._has_ended, self._versions = self._new_run(), False, list[int]()
+        self._is_left, self._is_early = False, part is None
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
         """Run the layer.
@@ -190,10 +215,23 @@ class _Execution:
                 output = self._forward(*args, **kwargs)
             self._end_first_run()
         except BaseException as error:  # noqa: BLE001 - PyTorch 2.10's checkpoint would leave its hooks on
+            self._is_left = self._has_ended and self._layer.leave(error)
+            if self._is_left:  # its state has changed already, so the second run is that of any checkpoint
+                return output
             self.errors.append(error)
             self._look = self._layout = None  # arguments may hold the graph and so this object
             return None
         return output
+
+    def is_undone(self) -> bool:
+        """Return True if the framework's checkpoint can run the layer, after a first run that has failed."""
+        if not self._layer.leave(self.errors[0]):
+            return False
+        torch.set_rng_state(self._generators[0])
+        torch_checkpoint.set_device_states(*self._generators[1:])
+        for (_, put), value in self._found.items():
+            put(value)
+        return True
 
     def _end_first_run(self) -> None:
         """Compute the digests of the first run. In a new mode, also record side effects of the first run."""
@@ -210,14 +248,14 @@ class _Execution:
         try:
             with _turn:
                 tensor = unpack()
-        except CheckpointError as error:
+        except torch_checkpoint.CheckpointError as error:
             cause = str(error).partition("\nTip:")[0].removeprefix("torch.utils.checkpoint: ")
             raise cannot(name, " ".join(cause.split())) from error
         except RuntimeError as error:
             if type(error) is RuntimeError and "modified by an inplace operation" in str(error):
                 raise modified(f"an argument of {name}") from error
             raise
-        if tensor._version != self._versions[place]:
+        if not self._is_left and tensor._version != self._versions[place]:
             raise modified(f"a tensor saved by {name}")
         return tensor
 
@@ -225,13 +263,19 @@ class _Execution:
         """Run the layer again in the checkpoint's hooks, and compare the tensors that the layer saves."""
         layer = self._layer
         args, kwargs = put_together(self._layout, inputs)
+        if self._is_left:
+            self._forward(*args, **kwargs)
+            return
         try:
             with in_force(self._found), state_kept(layer.name, layer.module):
                 put_back(layer.module, self._buffers)
                 for inner, training in zip(modules_in(layer.module), self.training, strict=False):
                     inner.training = training  # a program may call eval() between forward and backward
                 self._compare_run(partial(self._forward, *args, **kwargs), pack, unpack)
-        except (TbaError, torch.OutOfMemoryError):
+        except TbaError as fault:
+            if not (self._is_early and layer.leave(fault)):
+                raise
+        except torch.OutOfMemoryError:
             raise
         except Exception as error:
             cause = f"its second run fails ({type(error).__name__}: {error})"
@@ -254,7 +298,7 @@ class _Execution:
             if not is_complete:
                 try:
                     return pack(tensor)
-                except _StopRecomputationError:
+                except torch_checkpoint._StopRecomputationError:
                     if not (has_ended and first.fills_last):
                         raise _Ended from None
                     is_complete = True
@@ -277,7 +321,7 @@ class _Execution:
             self._note(number != second.numbers[device])
 
     def _note(self, differs: torch.Tensor) -> None:
-        self._layer.verifier.add(self._layer.name, differs)
+        self._layer.verifier.add(self._layer.name, differs, self._layer.leave if self._is_early else None)
 
 
 class _Ended(BaseException):
@@ -304,8 +348,9 @@ class Trial(_Execution):
 
     def __init__(self, layer: RecomputedLayer, forward: Callable[..., Any], given: Arguments) -> None:
         super().__init__(layer, forward, given)
+        self._is_early = False  # its faults are judged, see below
         # This call saves the arguments through the hooks around the layer. The layer's first run comes next.
-        self._number: Any = checkpoint(self, *self.tensors, use_reentrant=False)
+        self._number: Any = torch_checkpoint.checkpoint(self, *self.tensors, use_reentrant=False)
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Do nothing in the first call of the checkpoint. Run the layer in the second call."""
@@ -362,6 +407,8 @@ class Trial(_Execution):
 
 def _why_never(module: nn.Module) -> str | None:
     """Return why a layer can never be recomputed; ``None`` if there is no reason."""
+    if any(hasattr(parameter, "ds_tensor") for parameter in module.parameters()):
+        return "DeepSpeed ZeRO-3 gathers its weights only while each run uses them"
     if any(issubclass(type(inner), torch.jit.ScriptModule) for inner in module.modules()):
         return "it contains TorchScript, which compiles a first run differently from later runs"
     for name in ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8"):  # newer, older

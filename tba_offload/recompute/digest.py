@@ -97,8 +97,7 @@ def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
     if not tensor.untyped_storage().nbytes():
         tensor = tensor.new_empty(0)  # the owner has freed the memory, and will fill it again before backward
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
+    tensor = tensor.resolve_conj().resolve_neg()
     for dim in reversed(range(tensor.dim())):
         if tensor.stride(dim) == 0 and tensor.size(dim):  # an expanded tensor has the same element many times
             tensor = tensor.select(dim, 0)

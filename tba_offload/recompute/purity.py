@@ -157,9 +157,7 @@ class Look:
         return Mode((*self._always, *drawn), changed)
 
     def _prints(self) -> list[bytes | None]:
-        return [
-            _print_of(value) if owner.get(key) is value else None for _, value, owner, key in self._values
-        ]
+        return [_print_of(one) if owner.get(key) is one else None for _, one, owner, key in self._values]
 
 
 class _Fingerprint(pickle.Pickler):
@@ -193,8 +191,7 @@ def _print_of(value: Any) -> bytes | None:
 def impure(layer: str, changes: Sequence[str]) -> TbaError:
     """Return the error of a layer whose forward has a side effect that a second run would repeat."""
     what = ", ".join(changes[:3]) + (" and more" if len(changes) > 3 else "")
-    cause = f"its forward changes {what}, and a second run would repeat this change"
-    return cannot(layer, cause, UnsupportedError)
+    return cannot(layer, f"its forward changes {what}, and a second run would repeat this", UnsupportedError)
 
 
 @contextlib.contextmanager
@@ -205,17 +202,10 @@ def state_kept(layer: str, module: nn.Module) -> Iterator[None]:
         UnsupportedError: A tensor was changed in place. :class:`Look` does not see the change if the first
             run creates the tensor, for example a sum that starts as ``None``.
     """
-    before = [
-        (inner, now, dict(now), set(inner._parameters))
-        for inner in modules_in(module)
-        for now in (vars(inner), inner._buffers)
-    ]
-    held = [
-        (f"{name} of {type(inner).__name__}", value, value._version)
-        for inner, _, old, _ in before
-        for name, value in old.items()
-        if isinstance(value, torch.Tensor)
-    ]
+    parts = modules_in(module)
+    before = [(m, now, dict(now), set(m._parameters)) for m in parts for now in (vars(m), m._buffers)]
+    named = ((m, k, t) for m, _, old, _ in before for k, t in old.items() if isinstance(t, torch.Tensor))
+    held = [(f"{name} of {type(m).__name__}", t, t._version) for m, name, t in named]
     try:
         yield
     finally:

@@ -58,8 +58,7 @@ def other_numbers(layer: str) -> TbaError:
 def modified(what: str) -> SavedTensorModifiedError:
     """Return the error of a tensor that was changed before backward had used it."""
     return SavedTensorModifiedError(
-        f"{what} was changed in place after forward and before backward had used it. Change a copy instead, "
-        "or set the placement of the layer to 'keep' or 'offload'."
+        f"{what} was changed in place after forward and before backward had used it. Change a copy instead"
     )
 
 
@@ -78,8 +77,8 @@ class Verifier:
     """
 
     def __init__(self, report: Callable[[str], object] = warn) -> None:
-        self.report, self.failed = report, set[type]()
-        self._open: deque[tuple[str, torch.Tensor]] = deque()
+        self.report, self.failed, self._left = report, set[type](), set[type]()
+        self._open: deque[tuple[str, torch.Tensor, Callable[[TbaError], bool] | None]] = deque()
         self._step, self._steps = 0, dict[Hashable, tuple[int, int]]()
         own = weakref.ref(self)  # the hook is global, and must not keep a session alive
 
@@ -89,17 +88,25 @@ class Verifier:
 
         self.close = weakref.finalize(self, register_optimizer_step_pre_hook(check).remove)
 
-    def add(self, name: str, differs: torch.Tensor) -> None:
+    def leave(self, kind: type, fault: TbaError) -> None:
+        """Report why a layer of this class is left to its framework's checkpointing, once for each class."""
+        if kind not in self._left:
+            self._left.add(kind)
+            cause = str(fault).partition(". ")[0]  # without the remedy
+            self.report(f"{cause}. The framework's checkpointing runs this layer, and others like it")
+
+    def add(self, name: str, differs: torch.Tensor, leave: Callable[[TbaError], bool] | None = None) -> None:
         """Add the result of a comparison.
 
         Args:
             name: Name of the layer or tensor in errors.
             differs: A boolean tensor of one element: whether the second run gave other bytes.
+            leave: Takes the error. Returns True if it is not raised.
 
         Raises:
             RecomputationError: The second run gave other bytes, and the device is a CPU.
         """
-        self._open.append((name, differs))
+        self._open.append((name, differs, leave))
         if differs.device.type == "cpu":
             self.check()
 
@@ -134,9 +141,9 @@ class Verifier:
             RecomputationError: A second run gave other numbers than the first.
         """
         found = [self._open.popleft() for _ in range(len(self._open))]
-        wrong = dict.fromkeys(name for name, differs in found if differs.item())
-        if wrong:
-            raise other_numbers(", ".join(wrong))
+        wrong = {name: leave for name, differs, leave in found if differs.item()}
+        if raised := [name for name, leave in wrong.items() if not (leave and leave(other_numbers(name)))]:
+            raise other_numbers(", ".join(raised))
 
 
 class SavedTensors:

@@ -2,97 +2,88 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from tba_offload.layers.find import Switch
+from tba_offload.layers.find import SetAside, Switch
 from tba_offload.placements import Placement
 from tba_offload.torch_private import is_checkpoint_wrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import nn
 
-    from tba_offload.config.policy import LayerId, Policy
+    from tba_offload.capture.site import Site
+    from tba_offload.config.policy import LayerId
     from tba_offload.layers.find import LayerStack
-
-
-class _Off:
-    """The value of a switch that is set aside.
-
-    Used as a flag, the value is false. Used as a checkpoint function, the value only calls the layer.
-    """
-
-    def __init__(self, replaced: Any) -> None:
-        self.replaced = replaced
-
-    def __bool__(self) -> bool:
-        return False
-
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return copy.copy, (self.replaced,)  # copies of the model have the switch of the program
 
 
 class Checkpointing:
     """The layers whose checkpointing a session has taken over.
 
+    The switches of the framework stay on. Only the functions that checkpoint are set aside, and each
+    :class:`Site` has the function for runs without a placement of the session.
+
     Args:
         stack: The layers of the session.
+        sites: The sites of these layers.
         may_plan: Whether the planner may recompute layers.
+
+    Attributes:
+        taken: The layers, of all ranks.
     """
 
-    def __init__(self, stack: LayerStack, *, may_plan: bool) -> None:
-        self._stack, self._may_plan = stack, may_plan
-        self._taken = set(stack.checkpointed)
-        self._set_aside: dict[tuple[int, str], tuple[Switch, _Off]] = {}
+    def __init__(self, stack: LayerStack, sites: Sequence[Site], *, may_plan: bool) -> None:
+        self._stack, self._sites, self._may_plan = stack, sites, may_plan
+        self.taken = stack.checkpointed
+        self._set_aside: dict[tuple[int, str], tuple[Switch, SetAside]] = {}
 
     def take_over(self) -> Counter[str]:
         """Set aside all switches that are on. Return the number of new layers for each name of a switch."""
         found = Counter[str]()
+        switched: dict[nn.Module, Switch] = {}
         for switch in (*self._switches(), *self._stack.switches()):
-            if type(value := getattr(switch.owner, switch.attribute)) is _Off:
-                continue
-            off = _Off(value)
-            self._set_aside[id(switch.owner), switch.attribute] = switch, off
-            setattr(switch.owner, switch.attribute, off)
-            layers = {layer.id for layer in self._stack.layers if layer.module in switch.layers}
-            found[switch.name] += len(layers - self._taken)
-            self._taken |= layers
-        return +found
+            value = getattr(switch.owner, switch.attribute)
+            if type(value) is not SetAside:
+                value = SetAside(value)
+                self._set_aside[id(switch.owner), switch.attribute] = switch, value
+                setattr(switch.owner, switch.attribute, value)
+            switched |= dict.fromkeys(switch.layers, switch)
+        for site in self._sites:
+            on = switched.get(site.layer.module)
+            if on is not None and site.checkpoint is None:
+                found[on.name] += 1
+            site.checkpoint = None if on is None else on.checkpoint
+        self.taken = self._stack.checkpointed | {each.layer.id for each in self._sites if each.checkpoint}
+        return found
 
     def close(self) -> None:
         """Restore the switches that the program has not changed in the meantime."""
-        for switch, off in self._set_aside.values():
-            if getattr(switch.owner, switch.attribute, None) is off:
-                setattr(switch.owner, switch.attribute, off.replaced)
+        for switch, aside in self._set_aside.values():
+            if getattr(switch.owner, switch.attribute, None) is aside:
+                setattr(switch.owner, switch.attribute, aside.value)
         self._set_aside.clear()
 
     def placed(self, layer: LayerId, placement: Placement) -> Placement:
         """Return the placement of a layer. ``placement`` is the layer's placement in the policy."""
         is_planned = placement is Placement.AUTO and self._may_plan
-        if layer not in self._taken or placement.recomputes or is_planned:
+        if layer not in self.taken or placement.recomputes or is_planned:
             return placement
         return Placement.RECOMPUTE_OFFLOAD if placement.offloads else Placement.RECOMPUTE
-
-    def placements(self, policy: Policy) -> list[Placement]:
-        """Return the different placements of the layers that were taken over."""
-        layers = (layer.id for layer in self._stack.layers if layer.id in self._taken)
-        return list(dict.fromkeys(self.placed(each, policy.explain(each)[0]) for each in layers))
 
     def _switches(self) -> Iterator[Switch]:
         """Yield the switches of transformers and of PyTorch that are on."""
         for layer in self._stack.layers:
             for part in _wrapped(layer.module):
-                function = getattr(part, "_gradient_checkpointing_func", None)
-                if vars(part).get("gradient_checkpointing") and not _is_selective(function):
-                    yield Switch("gradient_checkpointing", part, "gradient_checkpointing", {layer.module})
-                if is_checkpoint_wrapper(part) and not _is_selective(part.checkpoint_fn):
-                    yield Switch("checkpoint_wrapper", part, "checkpoint_fn", {layer.module})
+                name, attribute = "gradient_checkpointing", "_gradient_checkpointing_func"
+                if is_checkpoint_wrapper(part):
+                    name, attribute = "checkpoint_wrapper", "checkpoint_fn"
+                elif not vars(part).get(name):
+                    continue
+                function = SetAside.read(part, attribute)
+                if function is not None and not _is_selective(function):
+                    yield Switch(name, part, attribute, {layer.module}, function)
 
 
 def _wrapped(module: nn.Module) -> Iterator[nn.Module]:

@@ -51,10 +51,7 @@ class LayerRuns:
         # The backward of the embeddings comes after the backward of the first layer of their stack.
         stacks = [layer.id.name.rpartition(".")[0] for layer in stack.layers]
         self._firsts = {stacks.index(each) for each in stacks}
-        self.recomputed = [
-            RecomputedLayer(layer.module, str(layer.id), session.verifier, stack.states)
-            for layer in stack.layers
-        ]
+        self.recomputed = [RecomputedLayer(site, session.verifier, stack.states) for site in session.sites]
 
     def close(self) -> None:
         """Run layers without offloading from now on, and drop the reference to the session."""
@@ -73,10 +70,10 @@ class LayerRuns:
             # A reentrant checkpoint, or a loss that caches gradients, opens no step.
             if site.runs == 0 and torch.is_grad_enabled() and torch_private.is_recomputation():
                 self._leave_alone(site)
-            return site.forward(*args, **kwargs)
+            return site.run_plainly(site.forward, args, kwargs)
         if self._loop.step is None:  # the program calls the layer without its model
             if not self._loop.opens_steps:
-                return site.forward(*args, **kwargs)
+                return site.run_plainly(site.forward, args, kwargs)
             self._loop.open_step()
         session, arguments = self._session, (*args, *kwargs.values())
         is_profiled = session.notes_inputs and session.planning.controller is not None
@@ -133,10 +130,12 @@ class LayerRuns:
                 return layer.run(once, given, placement)
         session = self._session
         if not placement.offloads:
+            if layer.is_left or _hooks_are_taken():
+                return site.run_plainly(site.forward, args, kwargs)
             controller = session.planning.controller
-            if controller is None or not controller.wants_saved or site.is_compiled or _hooks_are_taken():
+            if controller is None or not controller.wants_saved or site.is_compiled:
                 return site.forward(*args, **kwargs)
-            with LayerHooks(session.capture, scope.key, when_slow=False, stays=_everything):
+            with LayerHooks(session.capture, scope.key, when_slow=False, stays=lambda _: True):  # only counts
                 return site.forward(*args, **kwargs)
         if site.index in session.planning.chosen and session.world.may_plan_recomputation and layer.may_try():
             return self._try_out(placement, site, scope, given)
@@ -190,6 +189,8 @@ class LayerRuns:
             return Placement.KEEP
         if any(map(is_cache, arguments)):
             self._session.notices.warn_once("cache")
+        if placement.recomputes and self.recomputed[site.index].must_leave():
+            return Placement.KEEP
         is_planned = placement.recomputes and site.index in planning.chosen
         # If ranks have agreed on a placement, a single rank must not change it.
         is_free = is_planned and self._session.world.agree is None
@@ -315,11 +316,6 @@ class _TriedHooks(LayerHooks):
         if self.trial is not None:
             self.trial.see(tensor)
         return super().pack(tensor)
-
-
-def _everything(_: int) -> bool:
-    """Let each activation of a kept layer stay in memory. The hooks only count bytes for the run log."""
-    return True
 
 
 def _counting(hooks: LayerHooks, scope: ScopeTrace) -> Callable[[torch.Tensor], Kept | Packed]:

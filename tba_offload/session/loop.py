@@ -340,9 +340,7 @@ class Loop:
 
     # ---- optimizers ------------------------------------------------------------------------------
 
-    def _optimizer_begins(
-        self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> None:
+    def _optimizer_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise failures of a step before its gradients change the weights.
 
         An optimizer may call another optimizer, or its base class. Only the optimizer step that begins last

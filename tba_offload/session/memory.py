@@ -359,9 +359,7 @@ class StepCurve:
         held = window.in_flight, window.read_ahead, window.settled, left
         self._points.append((time.perf_counter(), live, *held))
 
-    def figures(
-        self, session: Session, step: Step, waits: Sequence[tuple[float, float]]
-    ) -> dict[str, object]:
+    def figures(self, session: Session, step: Step, waits: Sequence[tuple[float, float]]) -> dict[str, Any]:
         """Return the timeline for the run log.
 
         Args:

@@ -30,10 +30,9 @@ _MESSAGES = {
     "figures of the step exclude this backward. Put forward and backward into one `with session.step():`",
     "cache": "the model fills a key-value cache during training. The cache keeps tensors of all "
     "layers in memory. Switch the cache off: use_cache=False, as an argument of the model or in its config",
-    "left alone": "{} runs inside saved-tensor hooks or a transform of other code (save_on_cpu, torch.func), "
-    "or only within a backward pass (a checkpoint with use_reentrant=True, a loss that caches gradients), so "
-    "this layer is neither offloaded nor recomputed. Pass use_reentrant=False to the checkpoint, remove the "
-    "other code, or set the placement of the layer to 'keep'",
+    "left alone": "{} runs inside saved-tensor hooks or a transform of the program (checkpoint, save_on_cpu, "
+    "torch.func), or only within a backward pass (a reentrant checkpoint, a loss that caches gradients). "
+    "The program then decides what the layer keeps in memory, and the placement has no effect",
     "all frozen": "the model runs with gradients enabled, but none of its parameters requires gradients, so "
     "its layers save no activations. Set requires_grad=True for the parameters to train",
     "no layer": "no activation is offloaded or recomputed: {}, although the model was trained. Close the "

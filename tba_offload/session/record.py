@@ -55,9 +55,7 @@ def rank_of_process() -> tuple[int, int]:
     return (0, 1) if is_alone else (world.get_rank(), world.get_world_size())
 
 
-def run_log_path(
-    path: str | os.PathLike[str], *, agreed: Callable[[int], int] = lambda number: number
-) -> Path:
+def run_log_path(path: str | os.PathLike[str], *, agreed: Callable[[int], int] = lambda own: own) -> Path:
     """Return a path for the run log of this process that no earlier run and no other rank uses.
 
     The second run to ``run.jsonl`` writes ``run.2.jsonl``. Each of several processes writes its own log, such
@@ -98,10 +96,7 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str] | None,
-        header: RunHeader,
-        on_step: Sequence[Callable[[StepRecord], object]],
+        self, path: str | os.PathLike[str] | None, header: RunHeader, on_step: Sequence[Callable[..., object]]
     ) -> None:
         self._run_log = RunLogWriter(path, header) if path is not None else None
         self._header, self._on_step = header, tuple(on_step)
@@ -267,10 +262,8 @@ def record_of(
     )
 
 
-_MOVED, _SAVED = (
-    ("offloaded", "read", "reread", "forwarded", "given_up", "held", "in_flight_peak"),
-    ("deduplicated", "rebuilt", "kept"),
-)
+_MOVED = "offloaded", "read", "reread", "forwarded", "given_up", "held", "in_flight_peak"
+_SAVED = "deduplicated", "rebuilt", "kept"
 """Byte counts of the offloader and of the trace."""
 
 

@@ -20,7 +20,7 @@ import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from tba_offload import torch_private
 from tba_offload.capture.gradients import Gradients
@@ -44,14 +44,7 @@ from tba_offload.session.layers import BackwardWatch, LayerRuns
 from tba_offload.session.loop import Loop, Step, Tokens, token_counter
 from tba_offload.session.memory import Memory
 from tba_offload.session.notices import OTHER_RANKS, Notices, tell, warn_after
-from tba_offload.session.record import (
-    Recorder,
-    header_of,
-    learn,
-    memory_event,
-    rank_of_process,
-    record_of,
-)
+from tba_offload.session.record import Recorder, header_of, learn, memory_event, rank_of_process, record_of
 from tba_offload.states import OptimizerStates, offload_optimizer
 from tba_offload.store.base import close_after
 from tba_offload.store.doctor import measure
@@ -173,6 +166,7 @@ class Session:
         self.states: list[OptimizerStates] = []
         self.weights: FrozenWeights | None = None
         self._resident: ResidentData | None = None
+        self._controller: Any = None
         self._traced, self._is_measured = frozenset(trace_steps), measure_memory
         self.saved, self.notes_inputs = (0, 0, 0), run_log is not None
         self._closers: list[Callable[[], object]] = []  # in the order of opening
@@ -193,16 +187,14 @@ class Session:
         config, device, modules, layers = self.config, self.device, self.modules, self.layers
         self.notices = Notices()
         may_plan = self.world.may_plan_recomputation
-        self.checkpointing = Checkpointing(self.stack, may_plan=may_plan)
+        self.sites = [Site(layer, index) for index, layer in enumerate(layers)]
+        self.checkpointing = Checkpointing(self.stack, self.sites, may_plan=may_plan)
         self._closers.append(self.checkpointing.close)
         self._take_over()
         self.store = open_store(config.store, device=device)
         self._closers.append(self.store.close)
         self.offloader = Offloader(
-            self.store,
-            device,
-            window=config.budget.window(),
-            keep_when_full=config.on_full == "keep",
+            self.store, device, window=config.budget.window(), keep_when_full=config.on_full == "keep"
         )
         self.capture = Capture(self.offloader, min_tensor_bytes=config.min_tensor_bytes)
         plan, numbers = self._plan_of_policy(), [layer.id.number for layer in layers]
@@ -226,7 +218,6 @@ class Session:
         self.loop = Loop(self, count_tokens)
         self._closers.append(self.loop.close)
         self.watch = BackwardWatch(self)
-        self.sites = [Site(layer, index) for index, layer in enumerate(self.layers)]
         self.runs = LayerRuns(self)
         self._closers += [self.runs.close, self._uninstall]  # first: an interrupt may strike between layers
         for site in self.sites:
@@ -485,16 +476,15 @@ class Session:
         return Plan(tuple(map(self.checkpointing.placed, ids, placed.values())), window=window)
 
     def _take_over(self) -> bool:
-        """Take over the framework's checkpointing; return True if it was switched on for more layers."""
+        """Take over the framework's checkpointing. Return True if it checkpoints other layers than before."""
+        before = self.checkpointing.taken
         found = self.checkpointing.take_over()
         if found and rank_of_process()[0] == 0:
-            count = f"{found.total()} of {len(self.layers)} layers"
-            placements = " or ".join(self.checkpointing.placements(self.config.policy))
-            tell(
-                f"the session takes over the framework's checkpointing ({', '.join(found)}) of {count}. The "
-                f"placement of these layers is {placements}. For other placements, switch checkpointing off"
-            )
-        return bool(found)
+            what = f"checkpointing ({', '.join(found)}) of {found.total()} of {len(self.layers)} layers"
+            placed = zip(self.sites, self._plan_of_policy().placements, strict=True)
+            placements = " or ".join(dict.fromkeys(each for site, each in placed if site.checkpoint))
+            tell(f"the session takes over the framework's {what}. Their placement is {placements}")
+        return self.checkpointing.taken != before
 
     def _limits(self) -> Limits:
         """Return the limits of plans before the first step, as if the whole device was free.
@@ -521,18 +511,25 @@ class Session:
         """Set the first plan from the policy, and create the controller that learns from steps.
 
         Without ``auto`` layers the controller measures the first steps, for the run log and the summary.
+        Plans continue if the framework switches checkpointing, but no placement changes.
+
+        Raises:
+            UnsupportedError: Placements change during training, but several ranks plan together.
         """
-        config, limits = self.config, self.budget.limits
-        self.planning.plan = plan = self._plan_of_policy()
+        config, limits, before = self.config, self.budget.limits, self._controller
+        plan = self._plan_of_policy()
+        if before is not None and plan.placements == before.task.policy:
+            return
+        if before is not None and before.task.agree is not None:
+            raise UnsupportedError(
+                "checkpointing was switched, but several ranks plan together. Switch it before attach()"
+            )
+        self.planning.plan = plan
         is_auto = Placement.AUTO in config.policy.placements(self.world.layers)
         self.notes_inputs |= is_auto
-        task = Task(
-            plan.placements,
-            tuple((layer.chunk, layer.id.name) for layer in self.layers),
-            limits,
-            config.budget.objective or (Objective.MEMORY if limits.budget is None else Objective.TIME),
-            self.world.agree if is_auto else None,
-        )
+        names = tuple((layer.chunk, layer.id.name) for layer in self.layers)
+        goal = config.budget.objective or (Objective.MEMORY if limits.budget is None else Objective.TIME)
+        task = Task(plan.placements, names, limits, goal, self.world.agree if is_auto else None)
         self._controller = Controller(task)
         # The controller's measurements wait for an asynchronous device, so the controller measures only for
         # plans and the run log.

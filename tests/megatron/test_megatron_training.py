@@ -77,7 +77,8 @@ def test_two_stages_are_one_run(tmp_path: Path, python_with_megatron: Warm) -> N
     drives = [made(tmp_path / name) for name in "abc"]
     (tmp_path / "run.rank1.jsonl").write_text("{}")
     flags = ("--tba-directory", *map(str, drives), "--tba-run-log", str(tmp_path / "run.jsonl"))
-    found = run_ranks(python_with_megatron, tmp_path, flags)
+    timeouts = ({"distributed_timeout_minutes": 2}, {"distributed_timeout_seconds_after_init": 30})
+    found = run_ranks(python_with_megatron, tmp_path, flags, extra=timeouts)
     assert [status for status, *_ in found] == [0, 0], found
     headers = [read_run_log(tmp_path / f"run.2.rank{rank}.jsonl").header for rank in range(2)]
     assert [(each.rank, each.ranks) for each in headers] == [(0, 2), (1, 2)]
@@ -86,6 +87,7 @@ def test_two_stages_are_one_run(tmp_path: Path, python_with_megatron: Warm) -> N
     assert list(headers[0].plan) == list(headers[1].plan) == [f"decoder.layers.{n}" for n in range(4)]
     stores = [yaml.safe_load(each.policy or "")["store"] for each in headers]
     assert [each["directories"] for each in stores] == [[str(drives[0]), str(drives[2])], [str(drives[1])]]
+    assert [each["stall_seconds"] for each in stores] == [60, 15]  # half of what collectives wait
     assert "0-3" in found[0][1]
     assert "decoder.layers.0-3" in found[0][1]
     assert found[1][1] == ""

@@ -9,24 +9,27 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import operator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from covering import EVERYTHING, combinations, of_which
-from harness import KIB, PLACEMENTS, Drive, session_for
+from harness import KIB, PLACEMENTS, Drive, config_for, session_for
 from later import Later
 from models import History, assert_same_history, same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from tba_offload import Placement
+from tba_offload.config.policy import Rule
+from tba_offload.errors import UnsupportedError
+from tba_offload.layers.find import find_layers
+from tba_offload.session import Session, World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from tba_offload import Session
 
 transformers = Later("transformers")
 
@@ -275,6 +278,11 @@ def flags(session: Session) -> list[bool]:
     return [vars(layer.module)["gradient_checkpointing"] for layer in session.layers]
 
 
+def functions(session: Session) -> list[Any]:
+    """The functions by which transformers checkpoints the layers."""
+    return [vars(layer.module).get("_gradient_checkpointing_func") for layer in session.layers]
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("family", of_which(CHECKPOINTED, "llama", "t5", "mixtral"))
 def test_a_session_takes_over_the_checkpointing(
@@ -284,9 +292,11 @@ def test_a_session_takes_over_the_checkpointing(
     with caplog.at_level("INFO", "tba_offload"), session_for(model, in_flight=16 * KIB) as session:
         # After the model was attached, as a trainer does it.
         model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+        before = functions(session)
         assert_same_history(train(family, model), checkpointed(family, use_reentrant=use_reentrant))
         count, report = len(session.layers), session.records
-        assert not any(flags(session))
+        assert not any(map(operator.is_, functions(session), before))
+    assert all(map(operator.is_, functions(session), before))
     assert all(flag is True for flag in flags(session))
     assert [(record.scopes, record.recomputed_scopes) for record in report] == [(count, count)] * STEPS
     assert all(0 < record.offloaded_bytes < 2 * count * 4 * 24 * 64 * 4 for record in report)
@@ -313,9 +323,57 @@ def test_the_placements_of_checkpointed_layers(placement: str) -> None:
     with session_for(model, default=Placement(placement)) as session:
         assert list(session.plan.placements) == [TAKEN[placement], placement, TAKEN[placement]]
         assert_same_history(train("llama", model), plain("llama"))
-        assert not flags(session)[0]
         model.activation_checkpointing_disable()
     assert flags(session) == [False] * 3  # what the program has set stays
+
+
+def test_the_program_switches_checkpointing_off_and_on_while_a_session_is_open() -> None:
+    """The layers then have the placement of the policy again; the bits are those without a session."""
+
+    def trained(session: Session | None) -> list[History]:
+        history = []
+        for use in (model.activation_checkpointing_enable, model.activation_checkpointing_disable):
+            for _ in range(2):
+                use()
+                history.append(train("llama", model, steps=1))
+                if session is not None:
+                    is_on = use == model.activation_checkpointing_enable
+                    assert set(session.plan.placements) == {"recompute-offload" if is_on else "offload"}
+                    assert session.records[-1].recomputed_scopes == (3 if is_on else 0)
+        return history
+
+    model = make("llama", use_cache=False)
+    expected = trained(None)
+    model = make("llama", use_cache=False)
+    with session_for(model) as session:
+        for found, plain_one in zip(trained(session), expected, strict=True):
+            assert_same_history(found, plain_one)
+
+
+@pytest.mark.parametrize("default", ["auto", "offload"])
+def test_a_late_switch_where_several_ranks_plan_together(default: str) -> None:
+    """Plans go on if placements do not change; else the switch is refused by name."""
+    model, calls = make("llama", use_cache=False), []
+
+    def agree(proposed: dict[str, Placement], need: tuple[float, float]) -> dict[str, Placement]:
+        calls.append(need)
+        return proposed
+
+    stack = find_layers(model)
+    world = World(tuple(layer.id for layer in stack.layers), rank=0, ranks=2, run="run", agree=agree)
+    rules = (Rule("0", Placement(default)),)
+    config = config_for(default=Placement.AUTO, rules=rules)
+    with Session(stack, [model], config, world=world, measure_memory=False) as session:
+        train("llama", model, steps=1)
+        model.activation_checkpointing_enable()
+        with (
+            nullcontext()
+            if default == "auto"
+            else pytest.raises(UnsupportedError, match="several ranks plan together")
+        ):
+            train("llama", model, steps=3)
+        assert len(session.records) == (4 if default == "auto" else 1)
+    assert calls or default != "auto"
 
 
 def test_a_copy_of_an_attached_model_is_checkpointed() -> None:
@@ -323,7 +381,9 @@ def test_a_copy_of_an_attached_model_is_checkpointed() -> None:
     model.activation_checkpointing_enable()
     with session_for(model):
         copied = copy.deepcopy(model)
-    assert all(layer.gradient_checkpointing is True for layer in copied.model.layers)
+    assert [layer._gradient_checkpointing_func.keywords for layer in copied.model.layers] == [
+        {"use_reentrant": False}
+    ] * 3
 
 
 def test_selective_checkpointing_is_not_taken_over() -> None:
