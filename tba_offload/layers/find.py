@@ -319,9 +319,9 @@ def _in_stages(stages: Blocks) -> Blocks:
     """Return the blocks inside the stages of a model; an empty dict if the modules are layers.
 
     Stages, as in Swin, have most of their parameters in lists of blocks. Stages differ in width or depth, or
-    are lists of equal blocks, such as the block groups of OLMo. Layers may contain lists too, but all layers
-    have the same shapes. Experts are not layers, because only some experts run. A block of a stage that is
-    outside its lists, such as downsampling, is also a layer.
+    are lists of equal blocks, such as the block groups of OLMo. Layers may contain lists of blocks too, but
+    the parameters of all layers have the same shapes. Experts are not layers, because only some experts run.
+    A block of a stage that is outside its lists, such as downsampling, is also a layer.
     """
     found: Blocks = {}
     listed: list[nn.Module] = []

@@ -33,7 +33,7 @@ def nearest_nodes(root: Node, count: int, *, after: int) -> list[Node]:
     """Return the first nodes of an autograd graph, breadth first from its root.
 
     Nodes that accumulate gradients are left out, because these nodes belong to parameters, and the graphs of
-    several steps may share them.
+    several steps may share these nodes.
 
     Args:
         root: The first node.

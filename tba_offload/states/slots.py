@@ -261,7 +261,7 @@ class Slots:
             self._of[group].write()
 
     def drop(self, group: SubGroup) -> None:
-        """Discard the bytes of a sub-group in a slot, even if they are not written."""
+        """Discard the bytes of a sub-group in a slot, even if the bytes are not written."""
         slot = self._of.pop(group, None)
         if slot is not None:
             slot.give_up()

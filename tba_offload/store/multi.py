@@ -518,7 +518,7 @@ _open_stores: weakref.WeakSet[MultiStore] = weakref.WeakSet()
 
 
 def close_all() -> None:
-    """Close every store of this process, even if one of them raises."""
+    """Close every store of this process, even if one store raises an error."""
     with ExitStack() as stack:
         for store in list(_open_stores):
             stack.callback(store.close)
