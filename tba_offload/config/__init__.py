@@ -211,7 +211,7 @@ class WeightsConfig:
     """Placement of weights without gradients, such as the base model of LoRA. ``keep`` keeps frozen weights
     in memory. ``offload`` reads frozen weights before the forward and the backward of their layer.
     ``offload-25%`` offloads a share of the bytes, in whole weights, spread over the layers. ``auto`` keeps as
-    many weights in memory as the limit of the device leaves room for."""
+    many frozen weights in memory as fit the limit of the device."""
 
     @property
     def percent(self) -> int:

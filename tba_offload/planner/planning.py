@@ -276,7 +276,7 @@ class Swappable(Protocol):
 
 
 class ResidentData:
-    """The choice of optimizer states and frozen weights that are resident beside activations.
+    """Choice of the optimizer states and frozen weights that stay on the device beside activations.
 
     All parts are offloaded until the first plan. After the first plan, as many parts as fit are resident. If
     less memory becomes available, parts are offloaded again at once.
@@ -284,7 +284,8 @@ class ResidentData:
     Args:
         planning: The plan in use.
         budget: The memory that activations may use.
-        data: The optimizer states and frozen weights. Those that come first get memory first.
+        data: Optimizer states and frozen weights from which the class chooses. Those that come first get
+            memory first.
         chosen: Function that is called with each choice: a line of text, and the entry for the run log.
     """
 

@@ -368,7 +368,7 @@ def _held_elsewhere(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
 def _known_elsewhere(seen: Evidence) -> int:
     """Return the bytes that references outside autograd keep in memory.
 
-    The first step writes tensors with such references in vain.
+    In the first step, tensors with outside references are written in vain.
     """
     return max(step.held_bytes for step in seen.log.steps)
 
