@@ -284,7 +284,7 @@ class ResidentData:
     Args:
         planning: The plan in use.
         budget: The memory that activations may use.
-        data: Optimizer states and frozen weights from which the class chooses. Those that come first get
+        data: Optimizer states and frozen weights from which the class chooses. Earlier items get
             memory first.
         chosen: Function that is called with each choice: a line of text, and the entry for the run log.
     """
