@@ -52,7 +52,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
-WIDE = {"hidden_size": 256, "intermediate_size": 512}
+WIDE = {"hidden_size": 384, "intermediate_size": 768}
 """Frozen weights so large that activations are small beside them."""
 
 
@@ -177,11 +177,11 @@ def parts_of(tensor: Any) -> Iterator[tuple[str, Tensor]]:
             yield from ((f".{name}{end}", part) for end, part in parts_of(getattr(tensor, name)))
         return
     yield "", tensor
-    for state in (getattr(tensor, "quant_state", None), tensor):
-        for name in ("absmax", "code", "offset", "SCB"):
-            if isinstance(part := getattr(state, name, None), Tensor):
-                yield f".{name}", part
-    if (nested := getattr(getattr(tensor, "quant_state", None), "state2", None)) is not None:
+    state = getattr(tensor, "quant_state", None)
+    for holder, name in ((state, "absmax"), (state, "code"), (state, "offset"), (tensor, "SCB")):
+        if isinstance(part := getattr(holder, name, None), Tensor):
+            yield f".{name}", part
+    if (nested := getattr(state, "state2", None)) is not None:
         yield from ((f".state2.{name}", getattr(nested, name)) for name in ("absmax", "code"))
 
 
