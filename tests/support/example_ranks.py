@@ -26,7 +26,8 @@ from torch import nn
 
 import tba_offload as tba
 
-FIGURES = ("offloaded_bytes", "read_bytes", "kept_bytes", "scopes", "left_alone_scopes", "recomputed_scopes")
+FIGURES = ("offloaded_bytes", "read_bytes", "forwarded_bytes", "kept_bytes", "scopes")
+FIGURES += ("left_alone_scopes", "recomputed_scopes")
 
 
 def main() -> None:

@@ -83,3 +83,38 @@ def test_a_model_whose_layers_are_recomputed_keeps_to_the_promise(kind: str, pla
     bound = inputs + record.kept_bytes + CEILING + 1.5 * scope
     assert bound < plain
     assert record.activation_peak_bytes <= bound
+
+
+# Checkpointing by the framework
+
+DEEP = 12
+INPUT = TOKENS.numel() * 128 * 4
+"""Bytes of the input of one layer."""
+
+
+def peak_of_step(model: Any) -> int:
+    """The largest number of live bytes in a forward and backward."""
+    before = torch.cpu.memory_allocated(None)  # type: ignore[attr-defined]
+    torch.cpu.reset_peak_memory_stats(None)  # type: ignore[attr-defined]
+    forward(model).sum().backward()
+    return torch.cpu.max_memory_allocated(None) - before  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_peak_without_the_inputs_that_checkpoints_of_a_framework_hold(*, use_reentrant: bool) -> None:
+    """Backward of a reentrant checkpoint also holds an output. The peak no longer grows with depth."""
+    peaks = {}
+    with exact_memory():
+        for layers in (DEEP // 2, DEEP):
+            model = make("llama", layers)
+            model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+            peaks["alone", layers] = max(peak_of_step(model) for _ in range(3))
+            with session_for(model, in_flight=CEILING) as session:
+                for _ in range(3):
+                    with session.step():
+                        peaks["taken over", layers] = peak_of_step(model)
+                assert session.records[-1].recomputed_scopes == layers
+    for layers in (DEEP // 2, DEEP):
+        saved = peaks["alone", layers] - peaks["taken over", layers]
+        assert (layers - 2) * INPUT <= saved <= (layers + 2) * INPUT
+    assert peaks["taken over", DEEP] <= 1.03 * peaks["taken over", DEEP // 2]
