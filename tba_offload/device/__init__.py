@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from tba_offload.device.host_memory import mapped_memory
+from tba_offload.device.host_memory import REFUSALS, mapped_memory
 from tba_offload.errors import UnsupportedError, warn
 
 if TYPE_CHECKING:
@@ -243,14 +243,19 @@ class Accelerator(Device):
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Map and pin pages on CUDA. On other accelerators, PyTorch allocates pinned memory.
 
-        If pinning fails, as in a container with a limit of locked memory, all later memory is pageable.
+        If pinning is refused, as in a container with a limit of locked memory, all later memory is pageable.
+
+        Raises:
+            torch.AcceleratorError: Earlier work of the device failed.
         """
         if not self.refuses_pinning:
             try:
                 if self.torch_device.type == "cuda":
                     return mapped_memory(nbytes, pinned=True)
                 return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-            except RuntimeError as error:
+            except torch.AcceleratorError as error:
+                if getattr(error, "error_code", None) not in REFUSALS:
+                    raise
                 self.refuses_pinning = True
                 what = f"host memory cannot be pinned: {error}. Pageable memory is used, which is slower"
                 warn(f"{what}. Raise the limit of locked memory (ulimit -l)", RuntimeWarning)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +19,13 @@ if TYPE_CHECKING:
 
 PORTABLE = 1
 """Flag of the CUDA runtime: the memory is pinned for all devices."""
+
+REFUSALS = frozenset({1, 2, 304, 800, 801})
+"""Errors of CUDA and ROCm that refuse to pin memory.
+
+These errors are: invalid value, out of memory, error of the operating system, not permitted, not supported.
+Other errors come from earlier work of the device.
+"""
 
 
 class _Pinned(mmap.mmap):
@@ -45,7 +51,8 @@ def mapped_memory(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
         A 1-D uint8 tensor of ``nbytes`` bytes. The pages are freed with the tensor.
 
     Raises:
-        RuntimeError: CUDA cannot pin this many bytes.
+        torch.AcceleratorError: CUDA cannot pin the pages, or earlier work of the device failed. The attribute
+            ``error_code`` tells these cases apart, see :data:`REFUSALS`.
         OSError: The host does not have enough memory.
     """
     pages = _Pinned(-1, nbytes)
@@ -57,11 +64,14 @@ def mapped_memory(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
         pages.madvise(mmap.MADV_DONTFORK)
         status = runtime.cudaHostRegister(address, nbytes, PORTABLE)
         if int(status):
-            # CUDA reports the failed call again at the next launch of a kernel, unless the error is read
-            # before.
-            with suppress(RuntimeError, AssertionError):
-                torch.zeros(1, device="cuda")
-            raise RuntimeError(f"CUDA cannot pin {nbytes} bytes: {runtime.cudaGetErrorString(status)}")
+            # The next launch of a kernel reports the error again, unless the error is read before. PyTorch
+            # reads errors of its own calls, but not of cudaHostRegister.
+            name = "hipGetLastError" if torch.version.hip else "cudaGetLastError"
+            getattr(ctypes.CDLL(None), name, int)()
+            what = f"CUDA cannot pin {nbytes} bytes: {runtime.cudaGetErrorString(status)}"
+            error: Any = torch.AcceleratorError(what)
+            error.error_code = int(status)
+            raise error
         # A forked child must not call CUDA.
         pid, owner = os.getpid, os.getpid()
         pages.unpin = lambda: pid() == owner and runtime.cudaHostUnregister(address)

@@ -103,7 +103,7 @@ class HostStore(Store):
             try:
                 _check_free(end - size)
                 self._slabs.append(self.device.host_memory(nbytes))
-            except (MemoryError, OSError, RuntimeError) as error:  # malloc, mmap, CUDA
+            except (MemoryError, OSError) as error:
                 what = f"cannot allocate {nbytes} bytes of host memory in addition to {size} bytes: {error}"
                 remedy = "lower store.capacity or store.host_capacity, or use a drive"
                 raise StoreFullError(errno.ENOMEM, f"{what}; {remedy}", self.name) from error

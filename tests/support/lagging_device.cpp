@@ -316,7 +316,8 @@ class PinnedAllocator final : public at::HostAllocator {
     const size_t size = (nbytes + 4095) / 4096 * 4096 + 4096;  // an empty tensor begins inside, too
     rlimit most{};
     getrlimit(RLIMIT_MEMLOCK, &most);
-    TORCH_CHECK(!obeys_limit || size <= most.rlim_cur, "the limit of locked memory is ", most.rlim_cur, " bytes");
+    const auto refusal = "the limit of locked memory is " + std::to_string(most.rlim_cur) + " bytes";
+    if (obeys_limit && size > most.rlim_cur) throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, 2, refusal);
     auto& list = free_[size];
     if (list.empty()) {
       list.push_back(static_cast<char*>(std::aligned_alloc(4096, size)));

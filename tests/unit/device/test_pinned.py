@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from tba_offload.device import Accelerator, device_of
+from tba_offload.device import Accelerator, ByteRange, device_of
 from tba_offload.device.host_memory import PORTABLE, mapped_memory
 from tba_offload.errors import StoreFullError, UnsupportedError
+from tba_offload.store.base import BLOCK, Extent
 from tba_offload.store.file import SLAB_BYTES
 from tba_offload.store.host import HostStore
 
@@ -36,7 +39,7 @@ class Runtime:
         return 0
 
     def cudaGetErrorString(self, status: int) -> str:  # noqa: N802
-        return {2: "out of memory"}[status]
+        return {2: "out of memory", 700: "an illegal memory access was encountered"}[status]
 
 
 def is_mapped(address: int) -> bool:
@@ -89,6 +92,34 @@ def test_where_pinning_is_refused_memory_is_pageable_and_one_warning_is_given(ru
     slab = device.host_memory(SLAB_BYTES)  # a second warning would be an error
     assert (slab.numel(), store.host_bytes, runtime.registered) == (SLAB_BYTES, 2 * SLAB_BYTES, {})
     assert store.description["path"] == "pageable memory"
+    source, back = torch.randint(256, (BLOCK,), dtype=torch.uint8), torch.empty(BLOCK, dtype=torch.uint8)
+    extent = Extent(SLAB_BYTES, BLOCK, BLOCK)
+    store.write(extent, ByteRange.of(source))
+    store.read(extent, ByteRange.of(back))
+    assert torch.equal(source, back)
+
+
+LAST_ERROR = "int last = 2; int cudaGetLastError(void) { int found = last; last = 0; return found; }"
+
+
+def test_the_error_of_refused_pinning_is_read_so_that_no_kernel_reports_it(
+    runtime: Runtime, tmp_path: Path
+) -> None:
+    """A build of PyTorch for CUDA has the runtime's symbols in its global library."""
+    command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(tmp_path / "libcudart.so")]
+    subprocess.run(command, input=LAST_ERROR, text=True, check=True)
+    library = ctypes.CDLL(str(tmp_path / "libcudart.so"), mode=ctypes.RTLD_GLOBAL)
+    runtime.status = 2
+    with pytest.warns(RuntimeWarning, match="cannot be pinned"):
+        Accelerator("cuda:0").host_memory(BLOCK)
+    assert ctypes.c_int.in_dll(library, "last").value == 0
+
+
+def test_an_error_of_earlier_work_is_no_refusal(runtime: Runtime) -> None:
+    runtime.status, device = 700, Accelerator("cuda:0")
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        HostStore(device=device, capacity=SLAB_BYTES, slab_bytes=SLAB_BYTES)
+    assert not device.refuses_pinning
 
 
 def test_no_more_host_memory_is_taken_than_is_free(runtime: Runtime) -> None:
