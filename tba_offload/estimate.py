@@ -120,7 +120,7 @@ def run_on_console(
                 f"A step then reads {reads}. To avoid waits, drives must read {rate}.",
             ]
         lengths = [length for length in LENGTHS if length <= _longest(dry.model.config)]
-        place = bisect_left(lengths, -bandwidth.write, key=lambda length: -dry.needed_rate(length))
+        place = bisect_left(lengths, 1, key=partial(dry.is_carried, bandwidth=bandwidth))
         carried = lengths[place] if place < len(lengths) else None
     for way, step in steps.items():
         # Backward finds some bytes in memory before these are written. Their number depends on the speed of
@@ -154,7 +154,7 @@ def run_on_console(
             if carried
             else f"delay training at every sequence length up to {max(lengths, default=0):,} tokens"
         )
-        answer = f"With recompute-offload, writes to these drives {since}."
+        answer = f"With recompute-offload, writes and reads of these drives {since}."
         text.show(*notes, plans.placements_table(rows), answer)
 
 
@@ -429,18 +429,21 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         layers = [slot.layer for slot in self.profile.slots if not slot.backward]
         return float(sum(self.profile.timing(layer, Placement.KEEP).forward for layer in layers))
 
-    def needed_rate(self, length: int) -> float:
-        """Return the write rate that drives need to write the inputs of all layers during forward.
+    def is_carried(self, length: int, bandwidth: Bandwidth) -> bool:
+        """Return True if drives write the inputs of all layers during forward, and read them during backward.
 
         Args:
             length: Number of tokens in a sequence.
+            bandwidth: Rates of the drives.
         """
         tokens = self._inputs["input_ids"]
         self._inputs |= dict.fromkeys(("input_ids", "labels"), tokens.new_zeros(len(tokens), length))
         self.profile = None
         self.run(Plan((Placement.OFFLOAD,) * len(self.names)))
-        inputs = sum(self.profile.kind_of(layer).input_bytes for layer in range(len(self.names)))
-        return float(inputs / self.forward_seconds)
+        layers = range(len(self.names))
+        inputs = sum(self.profile.kind_of(layer).input_bytes for layer in layers)
+        backward = sum(self.profile.timing(layer, Placement.RECOMPUTE).backward for layer in layers)
+        return bool(inputs <= min(bandwidth.write * self.forward_seconds, bandwidth.read * backward))
 
     def step(self, plan: Plan) -> Prediction:
         """Return the predicted figures of a step under a plan.

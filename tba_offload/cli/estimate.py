@@ -56,7 +56,7 @@ def estimate(*, host_capacity: int | None, **options: Any) -> None:
     For each placement, the output has the activation peak, the step time, the bytes written and the life of
     the drives. The column 'Drives need' has the rate at which drives can write all bytes of a step during
     forward. A step writes fewer bytes if backward still finds some activations in memory. The last line names
-    the sequence lengths at which the writes of recompute-offload do not delay training.
+    the sequence lengths at which writes and reads of recompute-offload do not delay training.
 
     The model is a language model of transformers with one stack of layers. The model runs steps on tensors
     without data. The rates of host memory are measured on this machine. Kernels are also those of this

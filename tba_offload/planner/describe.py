@@ -54,14 +54,15 @@ def reason(case: Case) -> str:
 
 
 def _store(case: Case) -> str:
-    """Return a text with the rate of the store, and the rate to offload all layers without waits."""
-    profile, given = case.profile, readable_rate(case.bandwidth.write)
-    slots = [slot for slot in profile.slots if not slot.backward]
-    seconds = sum(profile.timing(slot.layer, Placement.KEEP).forward + slot.gap for slot in slots)
-    saved = sum(profile.kind_of(slot.layer).whole_bytes for slot in slots)
+    """Return a text with the rates of the store, and the rates to offload all layers without waits."""
+    profile, seconds, saved = case.profile, [0.0, 0.0], 0
+    for slot in profile.slots:
+        seconds[slot.backward] += profile.timing(slot.layer, Placement.KEEP)[slot.backward] + slot.gap
+        saved += 0 if slot.backward else profile.kind_of(slot.layer).whole_bytes
     in_host = 0 if case.bandwidth.host is None else case.bandwidth.host.capacity or 0
-    needed = max(saved - in_host, 0) / seconds if seconds else 0.0
-    return f"The store writes {given}, and offloading all layers without waits needs {readable_rate(needed)}"
+    write, read = (readable_rate(max(saved - in_host, 0) / each if each else 0.0) for each in seconds)
+    needed = f"offloading all layers without waits needs {write} of writes and {read} of reads"
+    return f"Rates of the store: {case.bandwidth}. In this step, {needed}"
 
 
 def written_a_day(case: Case, plan: Plan) -> str | None:

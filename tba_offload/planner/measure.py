@@ -54,6 +54,9 @@ REMEMBERED = 3
 """Number of steps whose median is the time of a layer, so that a single slow step has no effect."""
 
 
+ASSUMED = Bandwidth(1e9, 1e9, is_assumed=True)
+"""Rates of drives before the first transfer."""
+
 EVIDENCE = 32 << 20
 """Number of bytes in one direction after which measured rates replace the rates of the probe."""
 
@@ -411,7 +414,7 @@ class Rates:
         self._fell_back = False
 
     def note_probe(self, write: float, read: float) -> None:
-        """Set the probed rates of the drives as lower bounds, until steps have transferred enough bytes."""
+        """Set the probed rates of the first tier as lower bounds, until steps transfer enough bytes."""
         self._floor = write, read
 
     def note(self, loads: Sequence[DriveLoad], *, fell_back: bool) -> None:
@@ -430,11 +433,11 @@ class Rates:
         drives = self._drives.bandwidth(None if host_first else self._floor)
         host = self._host.bandwidth(self._floor if host_first else None)
         if drives is None and host is None:
-            return Bandwidth(1e9, 1e9, capacity=0) if self._fell_back else None
+            return dataclasses.replace(ASSUMED, capacity=0) if self._fell_back else None
         # No step may have needed the second tier. Host memory is at least as fast as drives.
-        drives = drives or Bandwidth(1e9, 1e9, capacity=self._drives.room)
+        drives = drives or dataclasses.replace(ASSUMED, capacity=self._drives.room)
         if "host" in self._order:
-            host = host or dataclasses.replace(drives, capacity=self._host.room)
+            host = host or dataclasses.replace(drives, capacity=self._host.room, is_assumed=True)
         return dataclasses.replace(drives, host=host, host_first=host_first)
 
 

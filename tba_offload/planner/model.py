@@ -272,6 +272,7 @@ class Bandwidth:
         capacity: Capacity in bytes; ``None`` for no limit.
         host: Rates of host memory; ``None`` if host memory is not used.
         host_first: Whether host memory takes writes first.
+        is_assumed: Whether the rates are assumed, because no step has measured them.
     """
 
     write: float
@@ -279,6 +280,7 @@ class Bandwidth:
     capacity: int | None = None
     host: Bandwidth | None = None
     host_first: bool = False
+    is_assumed: bool = False
 
     def scaled(self, factor: float) -> Bandwidth:
         """Return the rates multiplied by ``factor``."""
@@ -295,7 +297,8 @@ class Bandwidth:
 
     def __str__(self) -> str:
         host = "" if self.host is None else f", and host memory with {self.host}"
-        return f"{readable_rate(self.write)} written, {readable_rate(self.read)} read{host}"
+        assumed = " (assumed, not measured)" if self.is_assumed else ""
+        return f"{readable_rate(self.write)} written, {readable_rate(self.read)} read{assumed}{host}"
 
 
 @dataclass(frozen=True, slots=True)

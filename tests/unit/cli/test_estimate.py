@@ -98,8 +98,10 @@ def test_without_a_file_it_takes_the_sizes_of_a_llama() -> None:
     assert found["carried_from"] == 128
     needed = found["placements"][-1]["drives_need"]
     slow = "--flops", "20G", "--write", f"{needed * 1.01:.0f}B/s"
-    answer = "writes to these drives do not delay training for sequences of 2,048 tokens or more."
+    answer = "writes and reads of these drives do not delay training for sequences of 2,048 tokens or more."
     assert answer in call("estimate", *sizes, *slow).stdout
+    found = estimate(*sizes, *slow, "--read", f"{needed / 5:.0f}B/s")  # backward takes three times as long
+    assert found["carried_from"] > 2048
     _, spared, *_ = estimate(*sizes, "--host-capacity", "256KiB")["placements"]
     assert spared["written_bytes"] == pytest.approx(offload["written_bytes"] - 2**18, rel=0.02)
     shown = call("estimate", *sizes, "--flops", "20G", "--write", "1GB/s", "--read", "2GB/s").stdout
