@@ -3,10 +3,11 @@
     python benchmarks/frozen.py DIRECTORY
 
 Models with the same weights take turns, step by step: one keeps its weights, one does so once more as a
-control, and of the others a share of the frozen weights is offloaded, or all of them. Printed are the ratios
-of step times to the first, round by round; how much memory malloc has handed out before and after the weights
-were taken over; and the most bytes of them that were in memory. Losses and what is trained are compared bit
-for bit.
+control, and of the others a share of the frozen weights is offloaded, or all of them. Each base has such
+models: fp32, and nf4 of bitsandbytes. Printed are the ratios of step times to the first of the same base,
+round by round; how much memory malloc has handed out before and after the weights were taken over; the most
+bytes of them that were in memory; and the bytes that a step reads. Losses and what is trained are compared
+bit for bit.
 """
 
 from __future__ import annotations
@@ -32,24 +33,35 @@ WARM_UP = 2
 class Adapted(nn.Module):
     """A frozen matrix and two small ones that are trained."""
 
-    def __init__(self, rows: int, columns: int) -> None:
+    def __init__(self, rows: int, columns: int, kind: str) -> None:
         super().__init__()
-        self.base = nn.Linear(rows, columns, bias=False).requires_grad_(requires_grad=False)
+        whole = nn.Linear(rows, columns, bias=False)
+        self.base = (in_four_bits(whole) if kind == "nf4" else whole).requires_grad_(requires_grad=False)
         self.down, self.up = nn.Linear(rows, RANK, bias=False), nn.Linear(RANK, columns, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.up(self.down(x))
 
 
+def in_four_bits(linear: nn.Linear) -> nn.Module:
+    """Return the layer as QLoRA loads it; the matrix products are the same as those of fp32."""
+    from bitsandbytes.nn import Linear4bit
+
+    sizes = linear.in_features, linear.out_features
+    packed = Linear4bit(*sizes, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+    packed.load_state_dict(linear.state_dict())
+    return packed.to("cpu")  # which quantizes
+
+
 class Layer(nn.Module):
     """A residual layer of two matrices, four times as wide inside."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, kind: str) -> None:
         super().__init__()
         self.norm, self.one, self.two = (
             nn.LayerNorm(width),
-            Adapted(width, 4 * width),
-            Adapted(4 * width, width),
+            Adapted(width, 4 * width, kind),
+            Adapted(4 * width, width, kind),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,10 +95,10 @@ class Lane:
         return [*self.losses, *(p.detach() for p in self.model.parameters() if p.requires_grad)]
 
 
-def make(layers: int, width: int) -> Lane:
+def make(layers: int, width: int, kind: str) -> Lane:
     """Return a model that is the same each time."""
     torch.manual_seed(0)
-    return Lane(nn.Sequential(*(Layer(width) for _ in range(layers))))
+    return Lane(nn.Sequential(*(Layer(width, kind) for _ in range(layers))))
 
 
 def taken_over(lane: Lane, directory: str, share: int, meter: MallocMeter) -> tuple[tba.Session, int]:
@@ -121,35 +133,62 @@ def weights_of(session: tba.Session) -> tba.FrozenWeights:
     show_default=True,
     help="Percent of the bytes that travel; may be given several times.",
 )
-def main(*, directory: str, layers: int, width: int, rows: int, steps: int, shares: tuple[int, ...]) -> None:
+@click.option(
+    "--base",
+    "kinds",
+    type=click.Choice(["fp32", "nf4"]),
+    multiple=True,
+    default=["fp32", "nf4"],
+    show_default=True,
+)
+def main(
+    *,
+    directory: str,
+    layers: int,
+    width: int,
+    rows: int,
+    steps: int,
+    shares: tuple[int, ...],
+    kinds: tuple[str, ...],
+) -> None:
     """Measures and prints."""
-    kept, control, *others = lanes = [make(layers, width) for _ in range(2 + len(shares))]
+    groups = {kind: [make(layers, width, kind) for _ in range(2 + len(shares))] for kind in kinds}
+    lanes = [lane for group in groups.values() for lane in group]
     with ExitStack() as stack:
         away = []
-        for lane, share in zip(others, shares, strict=True):
-            away.append(taken_over(lane, directory, share, MallocMeter()))
-            stack.enter_context(away[-1][0])
+        for group in groups.values():
+            for lane, share in zip(group[2:], shares, strict=True):
+                away.append(taken_over(lane, directory, share, MallocMeter()))
+                stack.enter_context(away[-1][0])
         for number in range(steps):
             x = torch.randn(rows, width)
             for lane in lanes if number % 2 else lanes[::-1]:
                 lane.step(x)
-        peaks = [weights_of(session).peak_bytes for session, _ in away]
-        sizes = [weights_of(session).nbytes for session, _ in away]
-    where = f"fp32 on {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-    usual = statistics.median(kept.seconds[WARM_UP:])
-    click.echo(f"{where}; {layers} layers of width {width}, {rows} rows: {usual:.2f} s a step")
-    click.echo(f"keep over keep: {paired_ratio(control.seconds[WARM_UP:], kept.seconds[WARM_UP:])}")
-    for lane, share, nbytes, peak, (_, taken) in zip(others, shares, sizes, peaks, away, strict=True):
-        same = all(
-            a.view(torch.int32).equal(b.view(torch.int32))
-            for a, b in zip(kept.results(), lane.results(), strict=True)
-        )
-        click.echo(
-            f"{share} %, {readable_size(nbytes)}: malloc's live bytes fell by {readable_size(taken)}; at "
-            f"most {readable_size(peak)} of them were in memory; step time over keep: "
-            f"{paired_ratio(lane.seconds[WARM_UP:], kept.seconds[WARM_UP:])}; "
-            f"losses and trained parameters identical: {same}"
-        )
+        told = [told_of(session, taken) for session, taken in away]
+    where = f"on {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    for kind, (kept, control, *others) in groups.items():
+        usual = statistics.median(kept.seconds[WARM_UP:])
+        click.echo(f"{kind} {where}; {layers} layers of width {width}, {rows} rows: {usual:.2f} s a step")
+        click.echo(f"keep over keep: {paired_ratio(control.seconds[WARM_UP:], kept.seconds[WARM_UP:])}")
+        for lane, share in zip(others, shares, strict=True):
+            same = all(
+                a.view(torch.int32).equal(b.view(torch.int32))
+                for a, b in zip(kept.results(), lane.results(), strict=True)
+            )
+            click.echo(
+                f"{share} %, {told.pop(0)}; step time over keep: "
+                f"{paired_ratio(lane.seconds[WARM_UP:], kept.seconds[WARM_UP:])}; "
+                f"losses and trained parameters identical: {same}"
+            )
+
+
+def told_of(session: tba.Session, taken: int) -> str:
+    """Return what offloaded weights have freed, what of them was in memory, and what a step reads."""
+    weights, read = weights_of(session), session.records[-1].weights_read_bytes or 0
+    return (
+        f"{readable_size(weights.nbytes)}: malloc's live bytes fell by {readable_size(taken)}; at most "
+        f"{readable_size(weights.peak_bytes)} of them were in memory; {readable_size(read)} read a step"
+    )
 
 
 if __name__ == "__main__":
