@@ -94,7 +94,7 @@ def check(example: Example, directory: Path, python: Warm, *options: str) -> Non
         assert found["steps"][-1]["scopes"] == example.scopes  # the first one's may be more
         for step in found["steps"]:
             assert step["left_alone_scopes"] == 0
-            assert step["recomputed_scopes"] == (example.scopes if example.recomputed else 0)
+            assert (step["recomputed_scopes"] == example.scopes) == example.recomputed
             if example.recomputed:  # all inputs fit into the window; tables of positions are kept
                 assert step["offloaded_bytes"] + step["forwarded_bytes"] >= example.least_bytes
                 assert step["kept_bytes"] < example.least_bytes // 3
