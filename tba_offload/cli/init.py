@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shlex
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 import yaml
 
-from tba_offload.cli.shared import DIRECTORIES, FORCE, JSON, must_be_new, writing
+from tba_offload.cli.shared import DIRECTORIES, FORCE, must_be_new, writing
 from tba_offload.formatting import visible
 
 if TYPE_CHECKING:
@@ -34,8 +33,7 @@ _POLICY = Path(__file__).with_name("policy.yaml")
     help="Policy file to write.",
 )
 @FORCE
-@JSON
-def init(directories: tuple[Path, ...], output: Path, *, force: bool, as_json: bool) -> None:
+def init(directories: tuple[Path, ...], output: Path, *, force: bool) -> None:
     """Write a policy file with comments for the drives of this machine.
 
     With the policy, training fits the device ("fit").
@@ -48,10 +46,6 @@ def init(directories: tuple[Path, ...], output: Path, *, force: bool, as_json: b
     found = {path: _look_at(path) for path in map(str, directories or _drives())}
     with writing(output):
         output.write_bytes(_policy(found).encode())
-    if as_json:
-        places = [{"directory": path, **place._asdict()} for path, place in found.items()]
-        click.echo(json.dumps({"policy": str(output), "directories": places}, indent=2))
-        return
     click.echo(f"{output}: written, with {len(found)} {'directory' if len(found) == 1 else 'directories'}:")
     for path, place in found.items():
         click.echo(visible(f"  {path}: {place.words}"))

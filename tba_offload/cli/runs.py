@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +12,7 @@ from tba_offload.formatting import visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from click.decorators import FC
 
@@ -48,7 +48,6 @@ def why(run: Path, *, as_json: bool) -> None:
 @click.command()
 @_RUNS
 @_output("Draw the ROK curve as .svg or .png. The option can be repeated.", multiple=True)
-@click.option("--csv", "csv_file", metavar="FILE|-", help="Write the points as CSV. With -, print only CSV.")
 @JSON
 @click.option(
     "--memory",
@@ -58,9 +57,7 @@ def why(run: Path, *, as_json: bool) -> None:
     help="Peak to compare: the activation peak, or the peak of all live bytes on the device (weights, "
     "gradients, optimizer states and activations). On a CPU, device means all live bytes of the process.",
 )
-def rok(
-    runs: tuple[Path, ...], output: tuple[Path, ...], csv_file: str | None, *, as_json: bool, memory: Memory
-) -> None:
+def rok(runs: tuple[Path, ...], output: tuple[Path, ...], *, as_json: bool, memory: Memory) -> None:
     """Compare runs by memory peak and throughput, as a ROK curve (recompute, offload, keep).
 
     Each run log is one point of the curve. The output has a table of the points, the Pareto set and advice.
@@ -68,21 +65,14 @@ def rok(
     from tba_offload.report import rok as report
     from tba_offload.report import text
 
-    if as_json and csv_file == "-":
-        raise click.UsageError("--json and --csv - both write to the standard output. Use one option")
     for picture in output:
         report.picture_kind(picture)
     points = report.points(runs, memory=memory)
     for picture in output:
         with writing(picture, runs):
             report.draw(points, picture)
-    if csv_file is not None and csv_file != "-":
-        with writing(csv_file, runs):
-            Path(csv_file).write_bytes(report.csv_text(points).encode())
     if as_json:
         click.echo(json.dumps({"points": report.rows(points), "advice": report.advice(points)}, indent=2))
-    elif csv_file == "-":
-        click.echo(report.csv_text(points), nl=False)
     else:
         text.show(*report.summary(points))
 
@@ -153,26 +143,22 @@ def plan(
 
 @click.command()
 @_RUN
-@_output("Write a picture (.svg, .png) or a trace (.json). The option can be repeated.", multiple=True)
+@_output("Picture (.svg, .png) or trace (.json). The option can be repeated.", multiple=True, required=True)
 @click.option(
     "--step", type=click.IntRange(min=1), metavar="N", help="Number of the step to draw.  [default: the last]"
 )
-@JSON
-def timeline(run: Path, output: tuple[Path, ...], step: int | None, *, as_json: bool) -> None:
+def timeline(run: Path, output: tuple[Path, ...], step: int | None) -> None:
     """Draw the timeline of one step: memory, traffic of each drive, layers and waits.
 
-    The output is a picture, or a trace for ui.perfetto.dev and chrome://tracing. With --json, the command
-    prints the trace. If memory is measured, the run log has a timeline for step 3 and for each later step
-    whose number is a power of two. The run log also has a timeline for each step with
-    session.step(trace=True).
+    The output is a picture, or a trace for ui.perfetto.dev and chrome://tracing. If memory is measured, the
+    run log has a timeline for step 3 and for each later step whose number is a power of two. The run log also
+    has a timeline for each step with session.step(trace=True).
     """
     from tba_offload.report.log import read_run_log
     from tba_offload.report.ranks import paths_of_ranks
     from tba_offload.report.rok import picture_kind
-    from tba_offload.report.timeline import TRACE, timeline_of, trace_of
+    from tba_offload.report.timeline import TRACE, timeline_of
 
-    if not output and not as_json:
-        raise click.UsageError("no output is named. Name a picture or a trace with -o, or use --json")
     for file in output:
         picture_kind(file, TRACE)
     logs = [read_run_log(path) for path in paths_of_ranks(run)]
@@ -182,9 +168,6 @@ def timeline(run: Path, output: tuple[Path, ...], step: int | None, *, as_json: 
     for file in output:
         with writing(file, (run,)):
             found.write(file)
-    if as_json:
-        click.echo(json.dumps(trace_of(found)))
-        return
     click.echo(f"step {found.step}: {', '.join(map(str, output))}")
     for drive in found.drives:
         click.echo(f"{drive.label}: {visible(drive.place)}")
@@ -193,8 +176,7 @@ def timeline(run: Path, output: tuple[Path, ...], step: int | None, *, as_json: 
 @click.command()
 @_RUNS
 @_output("HTML file to write. An existing file is replaced.", default="report.html", show_default=True)
-@JSON
-def report(runs: tuple[Path, ...], output: Path, *, as_json: bool) -> None:
+def report(runs: tuple[Path, ...], output: Path) -> None:
     """Write an HTML page about runs: the cost of each run, all steps, the holders of memory, and advice.
 
     The page is one file that needs no network. For several runs, the page begins with a ROK curve. The
@@ -207,7 +189,4 @@ def report(runs: tuple[Path, ...], output: Path, *, as_json: bool) -> None:
     content = page(logs)
     with writing(output, runs):
         output.write_bytes(content)
-    if as_json:
-        click.echo(json.dumps({"page": str(output), "bytes": len(content), "runs": len(logs)}))
-    else:
-        click.echo(f"{output}: {len(content) / 1e6:.1f} MB, {len(logs)} run{'s' if len(logs) > 1 else ''}")
+    click.echo(f"{output}: {len(content) / 1e6:.1f} MB, {len(logs)} run{'s' if len(logs) > 1 else ''}")

@@ -13,7 +13,7 @@ Finite floats are written in their shortest exact decimal form, so every bit is 
 written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``, because JSON has only finite numbers. For fields
 of type float, the reader converts these strings back to floats.
 
-Later versions may add fields and events to schema 1. The reader keeps unknown fields in ``extra`` and unknown
+Later versions may add fields and events to schema 1. The reader ignores unknown fields, and keeps unknown
 events in :attr:`RunLog.others`. The reader refuses logs with another schema number. This module does not
 import torch.
 """
@@ -79,7 +79,6 @@ class RunHeader:
         policy: The policy as YAML text, or None if the run has no policy.
         plan: Number, placement and reason of the placement for each layer name, on all ranks.
         store: Facts about the store, such as the kind, the I/O path of each directory and the alignment.
-        extra: Values of unknown keys. The writer writes these values unchanged.
     """
 
     EVENT: ClassVar[str] = "run"
@@ -96,7 +95,6 @@ class RunHeader:
     policy: str | None = None
     plan: Json = field(default_factory=dict)
     store: Json = field(default_factory=dict)
-    extra: Json = field(default_factory=dict)
 
     @property
     def writes_to_memory(self) -> bool:
@@ -208,7 +206,6 @@ class StepRecord:
             ``budget.device_bytes``. The prediction is the activation peak of the plan plus all other memory
             of the device. Because gradients and activations peak at different times, the prediction is
             corrected by the difference in the previous step.
-        extra: Values of unknown keys. The writer writes these values unchanged.
     """
 
     EVENT: ClassVar[str] = "step"
@@ -260,7 +257,6 @@ class StepRecord:
     predicted_peak_bytes: int | None = None
     predicted_seconds: float | None = None
     predicted_device_peak_bytes: int | None = None
-    extra: Json = field(default_factory=dict)
 
     def __str__(self) -> str:
         return describe_step(self)
@@ -381,15 +377,12 @@ def _parsed(line: bytes) -> RunHeader | StepRecord | Json:
     return _checked(kinds[kind], event) if kind in kinds else event
 
 
-Record = TypeVar("Record", bound=RunHeader | StepRecord)
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (RunHeader, StepRecord)}
-_NAMES = {kind: [each.name for each in fields(kind) if each.name != "extra"] for kind in _ADAPTERS}
+_NAMES = {kind: [each.name for each in fields(kind)] for kind in _ADAPTERS}
 
 
-def _checked(kind: type[Record], event: Json) -> Record:
-    known: Json = {name: event[name] for name in _NAMES[kind] if name in event}
-    known["extra"] = {name: value for name, value in event.items() if name not in {*known, "event"}}
-    return _valid(_ADAPTERS[kind].validate_python, kind.EVENT, known)  # type: ignore[no-any-return]
+def _checked(kind: type[RunHeader | StepRecord], values: Json) -> Any:
+    return _valid(_ADAPTERS[kind].validate_python, kind.EVENT, values)
 
 
 def _valid(validate: Callable[[Any], Any], name: str, values: Mapping[str, object]) -> Any:
@@ -503,9 +496,9 @@ def _open_new(path: Path) -> io.FileIO:
 
 
 def _line(record: RunHeader | StepRecord) -> bytes:
-    known = {name: getattr(record, name) for name in _NAMES[type(record)]}
-    checked = _checked(type(record), record.extra | known)
-    return _json_line(record.EVENT, {name: getattr(checked, name) for name in known} | checked.extra)
+    names = _NAMES[type(record)]
+    checked = _checked(type(record), {name: getattr(record, name) for name in names})
+    return _json_line(record.EVENT, {name: getattr(checked, name) for name in names})
 
 
 def _json_line(event: str, document: Mapping[str, object]) -> bytes:

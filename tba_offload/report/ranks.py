@@ -92,7 +92,7 @@ def _merged_step(records: Sequence[StepRecord]) -> StepRecord:
     return StepRecord(**values | {"seconds": slowest.seconds, "optimizer_seconds": slowest.optimizer_seconds})
 
 
-_NAMES = [each.name for each in fields(StepRecord) if each.name != "extra"]
+_NAMES = [each.name for each in fields(StepRecord)]
 _MOST = ("seconds", "peak", "gradient_bytes", "state_bytes", "base_bytes", "earlier_outputs_bytes")
 _SPECIAL: dict[str, Callable[[list[Any]], Any]] = {
     "step": min,

@@ -7,7 +7,6 @@ Pareto set if no other run needs less memory and is also faster.
 from __future__ import annotations
 
 import contextlib
-import csv
 import dataclasses
 import importlib.util
 import io
@@ -242,16 +241,6 @@ def rows(points: Sequence[RokPoint]) -> list[dict[str, object]]:
     """Return the points as dicts for JSON, in the order of ``points``."""
     winners = pareto(points)
     return [dataclasses.asdict(each) | {"pareto": each in winners} for each in points]
-
-
-def csv_text(points: Sequence[RokPoint]) -> str:
-    """Return the points as CSV text with a header line. Unknown values are empty."""
-    file = io.StringIO()
-    content = rows(points)
-    writer = csv.DictWriter(file, fieldnames=list(content[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(content)
-    return file.getvalue()
 
 
 def advice(points: Sequence[RokPoint]) -> list[str]:

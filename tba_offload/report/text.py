@@ -14,7 +14,6 @@ from tba_offload.formatting import visible
 _state = random.getstate()  # importing rich draws a random number, which would change a seeded program
 
 from rich import box  # noqa: E402
-from rich.cells import cell_len  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table as Grid  # noqa: E402
 from rich.text import Text  # noqa: E402
@@ -32,9 +31,7 @@ _WIDE = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table whose most important columns are first.
-
-    On a narrow terminal, the last columns are omitted and named below the table. Numbers are never cut.
+    """A table that is printed on a terminal, or written as Markdown.
 
     Attributes:
         headings: Heading of each column.
@@ -52,31 +49,21 @@ class Table:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         """Yield the parts of the table that rich prints."""
-        shown, wide = len(self.headings), options.update(max_width=_WIDE)
-        grid = self._grid(shown, is_markdown=not console.is_terminal)
-        while shown > 1 and console.measure(grid, options=wide).minimum > options.max_width:
-            shown -= 1
-            grid = self._grid(shown, is_markdown=not console.is_terminal)
-        if self.title is not None:
-            yield Text(visible(self.title), style="bold")
-        yield grid
-        if shown < len(self.headings):
-            yield Text(f"Omitted columns (see --json): {', '.join(self.headings[shown:])}")
-        if self.caption is not None:
-            yield Text(visible(self.caption))
-
-    def _grid(self, columns: int, *, is_markdown: bool) -> Grid:
+        is_markdown = not console.is_terminal
         grid = Grid(box=box.MARKDOWN if is_markdown else box.SIMPLE_HEAD, show_edge=is_markdown)
-        for heading, *cells in list(zip(self.headings, *self.rows, strict=True))[:columns]:
+        for heading in self.headings:
             if heading in self.right:
-                least = max(map(cell_len, (heading, *cells)))
-                grid.add_column(heading, justify="right", no_wrap=True, min_width=least)
+                grid.add_column(heading, justify="right", no_wrap=True)
             else:
                 grid.add_column(heading, overflow="fold")
         for row in self.rows:
-            texts = [visible(cell).replace("|", r"\|" if is_markdown else "|") for cell in row[:columns]]
+            texts = [visible(cell).replace("|", r"\|" if is_markdown else "|") for cell in row]
             grid.add_row(*map(Text, texts))  # Text, since rich would read brackets in labels as markup
-        return grid
+        if self.title is not None:
+            yield Text(visible(self.title), style="bold")
+        yield grid
+        if self.caption is not None:
+            yield Text(visible(self.caption))
 
 
 def as_text(*parts: Table | str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -113,13 +114,13 @@ class Finding:
     change: str
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """Memory of the measured step with the highest peak in a run log.
+@dataclass(frozen=True)
+class Diagnosis:
+    """Peak of memory, the holders of memory at the peak, and changes that would lower the peak.
 
     Attributes:
-        log: Path of the run log.
-        step: Record of the step.
+        log: The run log.
+        step: Record of the measured step with the highest peak.
         memory: Memory event of the step; None if the log has no memory event.
         phases: Phases of the step.
     """
@@ -130,10 +131,8 @@ class Evidence:
     phases: tuple[Phase, ...]
 
     @classmethod
-    def of(cls, log: RunLog) -> Evidence:
-        """Return the measured step with the highest peak.
-
-        The first step counts only if no other step was measured.
+    def of(cls, log: RunLog) -> Diagnosis:
+        """Return the diagnosis of a run. The first step counts only if no other step was measured.
 
         Raises:
             RunLogError: The run log has no step, or has a damaged event.
@@ -180,8 +179,9 @@ class Evidence:
         name = f" ({names[phase.layer]})" if phase.layer < len(names) else ""
         return _PHASES[phase.name][1].format(f"layer {phase.layer}{name}")
 
+    @cached_property
     def findings(self) -> list[Finding]:
-        """Return the causes whose changes lower the peak noticeably, the most effective change first."""
+        """Causes whose changes lower the peak noticeably, the most effective change first."""
         if self.memory is None:
             return []
         found, one_layer = [], self.most("running", "backward")
@@ -200,29 +200,6 @@ class Evidence:
         worth = [each for each in found if each.saves > _WORTH * self.peak.nbytes]
         return sorted(worth, key=lambda each: each.saves, reverse=True)
 
-
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """Peak of memory, the holders of memory at the peak, and changes that would lower the peak.
-
-    Attributes:
-        evidence: The measured step with the highest peak.
-        findings: The causes, in the order of the effect of their changes.
-    """
-
-    evidence: Evidence
-    findings: tuple[Finding, ...]
-
-    @classmethod
-    def of(cls, log: RunLog) -> Diagnosis:
-        """Return the diagnosis of a run.
-
-        Raises:
-            RunLogError: The run log has no step.
-        """
-        evidence = Evidence.of(log)
-        return cls(evidence, tuple(evidence.findings()))
-
     @property
     def cause(self) -> str | None:
         """Cause with the most effective change; None if no change lowers the peak noticeably."""
@@ -233,26 +210,25 @@ class Diagnosis:
 
     def parts(self) -> list[text.Table | str]:
         """Return the diagnosis as sentences and tables."""
-        seen = self.evidence
-        peak, words = seen.peak, HOLDERS | {"running": _PHASES[seen.peak.name][2]}
+        peak, words = self.peak, HOLDERS | {"running": _PHASES[self.peak.name][2]}
         held = sorted(((size, name) for name, size in peak.held.items() if size), reverse=True)
         holders = [(words[name], readable_size(size), f"{size / peak.nbytes:.0%}") for size, name in held]
-        rank = f" of rank {seen.log.header.rank}" if seen.log.header.ranks > 1 else ""
-        at = f"In step {seen.step.step}{rank}, memory peaks in {seen.where(peak)}"
-        activations = readable_size(_peak_of(seen.step))
-        phases = [(_PHASES[p.name][0], readable_size(p.nbytes), seen.where(p)) for p in seen.phases]
+        rank = f" of rank {self.log.header.rank}" if self.log.header.ranks > 1 else ""
+        at = f"In step {self.step.step}{rank}, memory peaks in {self.where(peak)}"
+        activations = readable_size(_peak_of(self.step))
+        phases = [(_PHASES[p.name][0], readable_size(p.nbytes), self.where(p)) for p in self.phases]
         return [
             f"{at}: {readable_size(peak.nbytes)}. The activation peak is {activations}.",
             text.Table(("Holder", "Size", "Share"), holders, right=("Size", "Share"), title="At the peak"),
             text.Table(("Phase", "Peak", "Where"), phases, right=("Peak",), title="Peak of each phase"),
-            *_doubts(seen),
+            *_doubts(self),
             *self.advice(),
         ]
 
     def advice(self) -> list[str]:
         """Return sentences about the most effective change and further changes."""
-        peak = self.evidence.peak.nbytes
-        if self.evidence.memory is None:
+        peak = self.peak.nbytes
+        if self.memory is None:
             return ["Memory holders were not measured. Use attach(..., measure_memory=True) for two steps."]
         if not self.findings:
             return ["No single change would lower the peak noticeably."]
@@ -265,14 +241,13 @@ class Diagnosis:
 
     def as_json(self) -> dict[str, Any]:
         """Return the diagnosis as a dict for JSON."""
-        seen = self.evidence
         return {
-            "step": seen.step.step,
-            "peak_bytes": seen.peak.nbytes,
-            "peak_in": seen.where(seen.peak),
-            "phases": [{"phase": each.name, "bytes": each.nbytes} | asdict(each) for each in seen.phases],
-            "activation_peak_bytes": seen.step.activation_peak_bytes,
-            "predicted_peak_bytes": seen.step.predicted_peak_bytes,
+            "step": self.step.step,
+            "peak_bytes": self.peak.nbytes,
+            "peak_in": self.where(self.peak),
+            "phases": [{"phase": each.name, "bytes": each.nbytes} | asdict(each) for each in self.phases],
+            "activation_peak_bytes": self.step.activation_peak_bytes,
+            "predicted_peak_bytes": self.step.predicted_peak_bytes,
             "cause": self.cause,
             "findings": [asdict(finding) for finding in self.findings],
         }
@@ -288,10 +263,10 @@ def why(path: str | os.PathLike[str]) -> Diagnosis:
         RunLogError: The run log cannot be read, or has no step.
     """
     found = [Diagnosis.of(read_run_log(each)) for each in paths_of_ranks(path)]
-    return max(found, key=lambda each: each.evidence.peak.nbytes)
+    return max(found, key=lambda each: each.peak.nbytes)
 
 
-def _doubts(seen: Evidence) -> Iterator[str]:
+def _doubts(seen: Diagnosis) -> Iterator[str]:
     planned, measured = seen.step.predicted_peak_bytes, seen.step.activation_peak_bytes
     if _is_on_cpu(seen.step):
         yield "On a CPU, memory is sampled, so short peaks may be missing."
@@ -330,7 +305,7 @@ def _held(peak: PhasePeak, lasting: Mapping[str, int]) -> dict[str, int]:
 # Rules of causes. A rule yields the name, the bytes that its change frees in a phase, the cause, the change
 
 
-def _window(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
+def _window(seen: Diagnosis, _: MemoryEvent) -> Iterator[Cause]:
     wanted = max(seen.saved_bytes >> 23, 1)
     most, saved = readable_size(seen.step.in_flight_peak_bytes), readable_size(seen.saved_bytes)
     what = f"{most} of the {saved} that layers save are in flight at one time: the in-flight window is large"
@@ -338,7 +313,7 @@ def _window(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
     yield "window", lambda phase: phase.of("in_flight") - (wanted << 20), what, change
 
 
-def _store(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
+def _store(seen: Diagnosis, _: MemoryEvent) -> Iterator[Cause]:
     refused, written = seen.step.fallback_kept_bytes, seen.step.offloaded_bytes
     by = "drives are full or failed" if seen.step.drives_out_of_service else "the store is full or too slow"
     what = f"{readable_size(refused)} of offloaded activations stayed in memory, because {by}"
@@ -350,12 +325,12 @@ def _store(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
     yield "store", lambda phase: min(phase.of(holder), written), what, change
 
 
-def _is_host_store_on_cpu(seen: Evidence) -> bool:
+def _is_host_store_on_cpu(seen: Diagnosis) -> bool:
     """Return True if the store is host memory on a CPU. The store's bytes then look like memory of layers."""
     return seen.log.header.store.get("kind") == "host" and _is_on_cpu(seen.step)
 
 
-def _held_elsewhere(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
+def _held_elsewhere(seen: Diagnosis, _: MemoryEvent) -> Iterator[Cause]:
     held = max(_known_elsewhere(seen), 0 if _is_host_store_on_cpu(seen) else seen.most("outputs"))
     what = f"the program keeps references to {readable_size(held)} of tensors that layers save or return"
     change = (
@@ -365,7 +340,7 @@ def _held_elsewhere(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
     yield "held elsewhere", lambda phase: min(held, phase.of("small", "outputs", "beside")), what, change
 
 
-def _known_elsewhere(seen: Evidence) -> int:
+def _known_elsewhere(seen: Diagnosis) -> int:
     """Return the bytes that references outside autograd keep in memory.
 
     In the first step, tensors with outside references are written in vain.
@@ -373,7 +348,7 @@ def _known_elsewhere(seen: Evidence) -> int:
     return max(step.held_bytes for step in seen.log.steps)
 
 
-def _kept_by_the_program(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
+def _kept_by_the_program(seen: Diagnosis, _: MemoryEvent) -> Iterator[Cause]:
     # The loss may need the outputs. Outputs that are live at another time are referenced by the program.
     held = seen.most("put_out", "forward", "backward", "embeddings", "between", "update")
     what = f"the program keeps {readable_size(held)} of model outputs, as in outputs = model(...)"
@@ -390,7 +365,7 @@ def _kept_by_the_program(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
         yield "graphs of earlier steps", bases[-1] - bases[0], what, change
 
 
-def _placements(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
+def _placements(seen: Diagnosis, memory: MemoryEvent) -> Iterator[Cause]:
     placed = list(zip(memory.names, memory.placements, strict=True))
     kept = [name for name, word in placed if word == "keep" or word.endswith("%")]
     again = [name for name, word in placed if word == "recompute"]
@@ -409,7 +384,7 @@ def _but_one_layer(holder: str, layers: int) -> Callable[[Phase], int]:
     return lambda phase: phase.of(holder) * (layers - 1) // layers
 
 
-def _change_of_plan(seen: Evidence, names: list[str], better: str) -> str:
+def _change_of_plan(seen: Diagnosis, names: list[str], better: str) -> str:
     """Return the change that gives layers another placement, in the policy or through the budget."""
     entries, budget = [seen.log.header.plan.get(name) for name in names], seen.step.activation_budget_bytes
     if not all(isinstance(entry, dict) and entry.get("placement") == "auto" for entry in entries):
@@ -419,7 +394,7 @@ def _change_of_plan(seen: Evidence, names: list[str], better: str) -> str:
     return f"set budget.activation_bytes{than}, because the planner chose these placements"
 
 
-def _loss(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
+def _loss(seen: Diagnosis, memory: MemoryEvent) -> Iterator[Cause]:
     spared = 2 * memory.outside[1] + _left_out(seen, memory)
     micro_batches = max(seen.step.scopes // max(len(memory.names), 1), 1)
     chunks = max((seen.step.tokens or 0) // micro_batches // _CHUNK, 8)
@@ -437,12 +412,12 @@ def _loss(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
     yield "logits and loss", chunked, what, change
 
 
-def _left_out(seen: Evidence, memory: MemoryEvent) -> int:
+def _left_out(seen: Diagnosis, memory: MemoryEvent) -> int:
     """Return the estimated bytes that blocks outside the layers save. Each block counts like one layer."""
     return memory.left_out * seen.saved_bytes // max(seen.step.scopes, 1)
 
 
-def _outside(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
+def _outside(seen: Diagnosis, memory: MemoryEvent) -> Iterator[Cause]:
     nbytes = _left_out(seen, memory) or seen.most("beside", "forward", "loss")
 
     def beside(phase: Phase) -> int:
@@ -468,7 +443,7 @@ def _outside(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
     yield "one large gradient", of_table, what, change
 
 
-def _model(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
+def _model(seen: Diagnosis, memory: MemoryEvent) -> Iterator[Cause]:
     updates = [event for event in seen.log.others if event["event"] == "states"]
     states, gradients = seen.most("states"), seen.most("gradients")
     group = min(max(max(states, gradients) // 24 >> 20, 1), _LARGEST_SUB_GROUP)
@@ -496,7 +471,7 @@ def _model(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
     yield "frozen weights", lambda phase: min(spare, phase.of("parameters")), what, change
 
 
-def _one_layer(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
+def _one_layer(seen: Diagnosis, memory: MemoryEvent) -> Iterator[Cause]:
     again = seen.peak.name == "backward" and memory.placements[seen.peak.layer].startswith("recompute")
 
     def freed(phase: Phase) -> int:

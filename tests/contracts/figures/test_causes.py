@@ -170,7 +170,7 @@ def trained(
         records = session.records
     found = why(log)
     assert (told.as_json(), str(told)) == (found.as_json(), str(found))
-    assert found.evidence.log.steps[-1].held_bytes == records[-1].held_bytes
+    assert found.log.steps[-1].held_bytes == records[-1].held_bytes
     return found
 
 
@@ -223,9 +223,9 @@ def test_the_cause_is_named_and_its_advice_lowers_the_peak(situation: str, tmp_p
     before, after = SITUATIONS[situation]
     found = trained(made(tmp_path / "before"), **before)
     assert found.cause == situation.partition(":")[0], str(found)
-    first, peak = found.findings[0], found.evidence.peak.nbytes
+    first, peak = found.findings[0], found.peak.nbytes
     assert 0 < first.nbytes <= peak
-    then = trained(made(tmp_path / "after"), **after).evidence.peak.nbytes
+    then = trained(made(tmp_path / "after"), **after).peak.nbytes
     assert 0.6 * first.saves < peak - then < 1.5 * first.saves, (str(found), then / MIB)
 
 
@@ -233,7 +233,7 @@ def test_a_file_system_in_memory(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         found = trained(tmp_path, directory=directory)
     assert found.cause == "store"
-    assert found.evidence.peak.of("store") > (LAYERS - 1) * LAYER_BYTES
+    assert found.peak.of("store") > (LAYERS - 1) * LAYER_BYTES
 
 
 def test_a_full_drive(tmp_path: Path) -> None:
@@ -246,4 +246,4 @@ def test_a_full_drive(tmp_path: Path) -> None:
 def test_a_run_as_it_should_be_has_its_working_set_left(tmp_path: Path) -> None:
     found = trained(tmp_path)
     assert found.cause == "one layer"
-    assert found.evidence.peak.of("in_flight") <= 2 * MIB
+    assert found.peak.of("in_flight") <= 2 * MIB

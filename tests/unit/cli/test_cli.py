@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import unicodedata
 from typing import TYPE_CHECKING
@@ -42,13 +40,12 @@ def runs(tmp_path: Path) -> list[str]:
     ]
 
 
-def test_json_and_csv_are_alone_on_the_standard_output(runs: list[str]) -> None:
+def test_json_is_alone_on_the_standard_output(runs: list[str]) -> None:
     document = json.loads(call("rok", "--json", *runs).stdout)
     assert [point["strategy"] for point in document["points"]] == ["keep", "offload"]
     assert [point["activation_peak_bytes"] for point in document["points"]] == [1000 * 2**20, 200 * 2**20]
     assert document["advice"][0].startswith("At batch size 2, ")
-    lines = list(csv.DictReader(io.StringIO(call("rok", *runs, "--csv", "-").stdout)))
-    assert [line["source"] for line in lines] == runs
+    assert [point["source"] for point in document["points"]] == runs
 
 
 # Errors
@@ -58,7 +55,6 @@ def test_json_and_csv_are_alone_on_the_standard_output(runs: list[str]) -> None:
     ("arguments", "message"),
     [
         ((), "Missing argument 'RUN.jsonl...'"),
-        (("a.jsonl", "--json", "--csv", "-"), "--json and --csv - both write to the standard output"),
     ],
 )
 def test_a_wrong_command_line_has_exit_status_2(arguments: tuple[str, ...], message: str) -> None:

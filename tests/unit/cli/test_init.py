@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from commands import call
@@ -11,6 +10,9 @@ from store_contract import CPU
 
 from tba_offload import device as streams
 from tba_offload.config import SCHEMA_URL, load_config
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.fixture(autouse=True)
@@ -66,11 +68,10 @@ def test_without_directories_it_is_that_of_temporary_files(
 ) -> None:
     """Or mount points of NVMe drives, where there are some: no more than one for each."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    result = call("init", "--json")
+    result = call("init")
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)["directories"]
-    devices = {Path(each["directory"]).stat().st_dev: each["directory"] for each in found}
+    found = load_config(tmp_path / "policy.yaml").store.directories
+    devices = {each.stat().st_dev: each for each in found}
     assert len(devices) == len(found)
-    assert devices.get(tmp_path.stat().st_dev, str(tmp_path)) == str(tmp_path)
-    config = load_config(tmp_path / "policy.yaml")
-    assert [str(each) for each in config.store.directories] == [each["directory"] for each in found]
+    assert devices.get(tmp_path.stat().st_dev, tmp_path) == tmp_path
+    assert all(f"  {each}: " in result.stdout for each in found)

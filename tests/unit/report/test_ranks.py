@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -59,9 +60,12 @@ def test_the_name_of_the_run_stands_for_its_ranks(two_ranks: list[Path], tmp_pat
     write(tmp_path / "running.rank0.jsonl", 0, run="another")  # a longer name is another run
     (tmp_path / "run.rank9.txt").touch()
     assert paths_of_ranks(tmp_path / "run.jsonl") == sorted(two_ranks)
-    done = call("rok", tmp_path / "run.jsonl", "--csv", "-")
+    done = call("rok", tmp_path / "run.jsonl", "--json")
     assert done.exit_code == 0, done.output
-    assert done.output.splitlines()[1].startswith(f"offload,4,{2 * GIB},{1e12},FLOP/s,2.0")
+    (point,) = json.loads(done.output)["points"]
+    assert (point["strategy"], point["batch_size"]) == ("offload", 4)
+    assert (point["activation_peak_bytes"], point["step_seconds"]) == (2 * GIB, 2.0)
+    assert (point["throughput"], point["unit"]) == (1e12, "FLOP/s")
 
 
 def test_a_rank_that_stopped_a_step_earlier_ends_the_run(tmp_path: Path) -> None:

@@ -33,14 +33,11 @@ HEADER = RunHeader(
     model={"name": "gpt", "layers": 24, "batch_size": 4},
     policy="default: offload\n",
     store={"kind": "file", "paths": {"/mnt/a": "O_DIRECT"}, "alignment": 512},
-    extra={"why": "a test, naïve"},
 )
 SAMPLES = {"int": 7, "float": 0.1 + 0.2, "bool": True, "str": "cuda allocator"}
 """A value of each type, by its first word."""
 
-RECORD = StepRecord(
-    **{each.name: SAMPLES[str(each.type).split()[0]] for each in fields(StepRecord) if each.name != "extra"}
-)
+RECORD = StepRecord(**{each.name: SAMPLES[str(each.type).split()[0]] for each in fields(StepRecord)})
 
 
 def write_log(path: Path, *records: StepRecord, header: RunHeader = HEADER) -> Path:

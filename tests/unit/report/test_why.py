@@ -41,9 +41,9 @@ def saved_by(found: Diagnosis) -> dict[str, int]:
 def test_the_peak_is_that_of_the_fullest_phase_by_holder(tmp_path: Path) -> None:
     """Without logits it would be that of backward: 40 MiB, and 10 each of gradients and parameters."""
     found = diagnosed(tmp_path, event())
-    held = {name: size // MIB for name, size in found.evidence.peak.held.items() if size}
+    held = {name: size // MIB for name, size in found.peak.held.items() if size}
     assert held == {"parameters": 10, "beside": 2, "running": 98}
-    assert (found.evidence.peak.name, found.evidence.peak.nbytes) == ("loss", 110 * MIB)
+    assert (found.peak.name, found.peak.nbytes) == ("loss", 110 * MIB)
     assert (found.cause, saved_by(found)["logits and loss"]) == ("logits and loss", 110 - 60)
     assert "The peak falls from 110 MiB to about 60.0 MiB." in str(found)
 
@@ -54,15 +54,15 @@ def test_a_long_sequence_needs_more_chunks(tmp_path: Path) -> None:
 
 
 def test_the_first_step_and_steps_of_another_plan_do_not_count(tmp_path: Path) -> None:
-    assert diagnosed(tmp_path, event(1)).evidence.step.step == 1
-    assert diagnosed(tmp_path, event(1), event(2), event(4)).evidence.step.step == 2
+    assert diagnosed(tmp_path, event(1)).step.step == 1
+    assert diagnosed(tmp_path, event(1), event(2), event(4)).step.step == 2
     tried = event(2, placements=["keep", "keep"])
-    assert diagnosed(tmp_path, tried, event(4)).evidence.step.step == 4
+    assert diagnosed(tmp_path, tried, event(4)).step.step == 4
 
 
 def test_a_log_without_memory_events_says_so(tmp_path: Path) -> None:
     found = diagnosed(tmp_path)
-    assert (found.cause, found.evidence.peak.nbytes) == (None, 100 * MIB)
+    assert (found.cause, found.peak.nbytes) == (None, 100 * MIB)
     assert "Memory holders were not measured" in str(found)
 
 
