@@ -14,7 +14,7 @@ _KNOWN = (
     *(name for name in dir(torch.Tensor) if name.startswith("is_") and name != "is_nonzero"),
     *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "size", "stride", "numel", "dim"),
     *("nelement", "ndimension", "element_size", "storage_offset", "get_device", "requires_grad", "grad"),
-    *("grad_fn", "retains_grad", "_version"),
+    *("grad_fn", "retains_grad", "_version", "__len__"),
 )
 METADATA = {
     *(getattr(torch.Tensor, name) for name in _KNOWN),  # methods

@@ -32,8 +32,8 @@ from tba_offload.torch_private import (
     untraced,
     without_subclasses,
 )
-from tba_offload.weights.guard import FrozenWeight, Loans
-from tba_offload.weights.pieces import Part, left_out, own_weights, parts_of
+from tba_offload.weights.guard import FrozenWeight, Loans, Run
+from tba_offload.weights.pieces import Part, experts_in, left_out, own_weights, parts_of, slices_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -92,6 +92,7 @@ class FrozenWeights:
         self._in_forward: dict[tuple[int, int], nn.Module] = {}  # by thread and layer: the module that runs
         self._passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
         self._in_memory: set[int] = set()
+        self._runs: dict[int, Run] = {}  # the latest of each layer
         self._handles: list[RemovableHandle] = []
         self._pieces: list[list[FrozenWeight]] = [[] for _ in layers]  # those that are offloaded
         self._all: list[tuple[int, FrozenWeight]] = []
@@ -188,17 +189,20 @@ class FrozenWeights:
         at_least, device = config.min_tensor_bytes, self._homes.device.torch_device
         found = list(own_weights(chunks, layers, at_least, device))
         others = left_out(layers, at_least, device)
-        share = Staying(config.frozen_percent)
+        share, experts = Staying(config.frozen_percent), list(map(experts_in, layers))
         named = chain.from_iterable(chunk.named_parameters() for chunk in chunks)
         names = {id(parameter): name for name, parameter in named}
         for number, module, weight, groups in found:
             if share.stays(sum(group[0].untyped_storage().nbytes() for group in groups)):
                 continue
-            name = names.get(id(weight), "")
-            homes = [Home(self._homes, name, "frozen weights") for _ in groups]
-            parts = [Part(each, [home], self._grow) for each, home in zip(groups, homes, strict=True)]
+            name, slices = names.get(id(weight), ""), slices_of(weight, module)
+            parts = []
+            for group in groups:
+                homes = [Home(self._homes, name, "frozen weights") for _ in range(slices)]
+                parts.append(Part(group, homes, self._grow))
             tensors = list({id(each): each for each in parts_of(weight, module)}.values())
-            piece = FrozenWeight(name, tensors, parts, self._loans)
+            expert = experts[number].get(module) if slices == 1 else module
+            piece = FrozenWeight(name, tensors, parts, self._loans, expert)
             # Record the weight before the write, so that an interrupt does not lose the bytes.
             self._pieces[number].append(piece)
             self._all.append((number, piece))
@@ -230,6 +234,11 @@ class FrozenWeights:
                 yield owner.register_forward_hook(end, always_call=True)
             save = _Hook(partial(self._save, pieces))
             yield owner.register_state_dict_post_hook(save)  # type: ignore[no-untyped-call]
+        for expert in {piece.expert: None for piece in pieces.values() if piece.expert is not None}:
+            ask = _Hook(
+                partial(self._ask, number, [each for each in pieces.values() if each.expert is expert])
+            )
+            yield expert.register_forward_pre_hook(ask, prepend=True, with_kwargs=True)
 
     def _grow(self, nbytes: int) -> None:
         self.resident_bytes += nbytes
@@ -258,11 +267,20 @@ class FrozenWeights:
             if is_transformed():
                 raise SessionError(f"transforms of torch.func cannot run layers {_WITH}")
             # Without gradients, this is an evaluation inside a backward hook, not a recomputation.
+            run = {piece: piece.begin_run() for piece in self._pieces[number] if piece.expert is not None}
+            self._runs[number] = run
             if is_recomputation() and torch.is_grad_enabled():
-                self._backward_came(number)
+                self._backward_came(number, run)
                 return
             self._in_forward[threading.get_ident(), number] = module
             self._bring(number, self._next(number))
+
+    def _ask(self, number: int, pieces: list[FrozenWeight], _: object, args: Any, kwargs: Any) -> None:
+        """Start to read the weights of an expert that runs, or of the experts that will run."""
+        with self._lock, without_subclasses():
+            if self._is_in_use(number):
+                for piece in pieces:
+                    piece.ask((*args, *kwargs.values()))
 
     def _end(
         self, number: int, module: nn.Module, _: object, output: object, *, is_part: bool = False
@@ -298,15 +316,16 @@ class FrozenWeights:
         except TooManyError:
             raise SessionError(f"too many nested outputs are returned by a layer {_WITH}") from None
         for tensor in found:
-            tensor.register_hook(partial(self._gradient_came, number))  # type: ignore[no-untyped-call]
+            came = partial(self._gradient_came, number, self._runs.get(number, {}))
+            tensor.register_hook(came)  # type: ignore[no-untyped-call]
         return bool(found)
 
-    def _gradient_came(self, number: int, _: torch.Tensor) -> None:
+    def _gradient_came(self, number: int, run: Run, _: torch.Tensor) -> None:
         if torch.is_grad_enabled():
             raise SessionError(f"gradients of gradients (create_graph=True) do not work for layers {_WITH}")
-        self._backward_came(number)
+        self._backward_came(number, run)
 
-    def _backward_came(self, number: int) -> None:
+    def _backward_came(self, number: int, run: Run) -> None:
         with self._lock:
             this = current_backward()
             found = self._passes.get(this)
@@ -315,20 +334,29 @@ class FrozenWeights:
                 call_after_backward(found)
             found.layer = number
             del found  # otherwise the traceback of an error would keep the pass alive
-            self._bring(number, self._next(number, by=-1))
+            self._bring(number, self._next(number, by=-1), run)
 
-    def _bring(self, number: int, then: int) -> None:
-        """Read the weights of a layer, and start to read the weights of the next layer."""
+    def _bring(self, number: int, then: int, run: Run | None = None) -> None:
+        """Read the weights of a layer, and start to read the weights of the next layer.
+
+        Args:
+            number: The layer.
+            then: The next layer.
+            run: Before a backward, what the run of the layer has used.
+        """
         with self._lock, without_subclasses():
             self._loans.pointed.clear()
             self._loans.reclaim()
             near = {number, then}
             self.keep_only(near)  # weights of a skipped layer may have been read ahead
             self._in_memory |= near
-            for piece in (*self._pieces[number], *self._pieces[then]):
-                piece.begin_read()
             for piece in self._pieces[number]:
-                piece.read()
+                piece.begin_read(run)
+            if then != number:
+                for piece in self._pieces[then]:
+                    piece.begin_read(None if run is None else self._runs.get(then))
+            for piece in self._pieces[number]:
+                piece.open(run)
 
     def keep_only(self, near: set[int]) -> None:
         """Free the weights of all layers except the layers in ``near`` and layers that compute now."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections import deque
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 
@@ -15,14 +17,22 @@ from tba_offload.states.away import METADATA
 from tba_offload.torch_private import factories, not_traced, references_to, tree_leaves, without_subclasses
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch import nn
 
     from tba_offload.weights.pieces import Part
 
 _TENSOR: Any = torch.Tensor  # its descriptors are missing in the type stubs
-_LAYOUT = {_TENSOR.stride, _TENSOR.is_contiguous, _TENSOR.storage_offset}
+_LAYOUT = {_TENSOR.stride, _TENSOR.is_contiguous}
 _TRAIN = {_TENSOR.requires_grad_, _TENSOR.requires_grad.__set__}
 _IS_COMPATIBLE = factories._has_compatible_shallow_copy_type
+_PASSES, _NEARLY_ALL = 5, 4
+"""An expert that ran in 4 of the last 5 passes is read ahead. At most a fifth of these reads is wasted."""
+
+Run: TypeAlias = "dict[FrozenWeight, set[int]]"
+"""The slices of experts that a run of their layer has used."""
+
 _ALONE = references_to(torch.empty(0))
 
 
@@ -54,7 +64,10 @@ class Guard:
             return args[0]  # it needs no gradient already
         with ExitStack() as stack:
             for weight in weights:
-                stack.enter_context(weight.borrowed())
+                use = weight.used_by(func, args, kwargs) if weight.is_open else weight.borrowed()
+                stack.enter_context(use)
+            if func is _TENSOR.transpose and 0 not in args[1:] and weights[0].is_open:
+                return weights[0].guard(func(*args))
             if func is _TENSOR.data_ptr:  # the memory must stay while the program uses the address
                 weights[0].loans.pointed.append(args[0].detach())
             return func(*args, **kwargs)
@@ -124,14 +137,28 @@ class FrozenWeight:
         tensors: The parameter, and all other tensors that it consists of.
         parts: The storages with its bytes.
         loans: The weights that are used outside of their layers.
+        expert: The expert with the weight, or the module that has all experts in one parameter; ``None`` if
+            each run of the layer needs the whole weight.
+
+    Attributes:
+        is_open: Whether the layer computes with the weight now.
+        used: Slices that the current run of the layer has used.
     """
 
     def __init__(
-        self, name: str, tensors: Sequence[torch.Tensor], parts: Sequence[Part], loans: Loans
+        self,
+        name: str,
+        tensors: Sequence[torch.Tensor],
+        parts: Sequence[Part],
+        loans: Loans,
+        expert: nn.Module | None,
     ) -> None:
         self.name, self.parameter, self.parts, self.loans = name, tensors[0], parts, loans
+        self.expert, self._slices = expert, parts[0].slices
+        self.used: set[int] = set()
+        self._ran: deque[bool] = deque(maxlen=_PASSES)
         self._tensors = [(tensor, type(tensor)) for tensor in tensors]
-        self._readers, self._is_open = 0, False
+        self._readers, self.is_open = 0, False
         self._references: list[int] = []
         self.nbytes = sum(part.nbytes for part in parts)
 
@@ -153,23 +180,86 @@ class FrozenWeight:
             vars(tensor)["_tba_offload_weight"] = self
         for part in self.parts:
             part.write()
-        self._is_open = False
+        self.is_open = False
         self._set_classes()
 
-    def begin_read(self) -> None:
-        """Start to read the bytes, unless they are in memory or are being read."""
-        for part in self.parts:
-            part.begin_read()
+    def begin_run(self) -> set[int]:
+        """Return a new set, to which slices are added when a run of the layer uses them."""
+        self._ran.append(bool(self.used))
+        self.used = set()
+        return self.used
 
-    def read(self) -> None:
-        """Bring the bytes into memory for the layer.
+    def begin_read(self, run: Run | None) -> None:
+        """Start to read bytes, unless they are in memory or are being read.
+
+        Args:
+            run: What a run of the layer has used, if its backward comes. Before a forward, an expert is read
+                if it ran in nearly all recent passes.
+        """
+        for part in self.parts:
+            part.begin_read(self._needed(run))
+
+    def open(self, run: Run | None) -> None:
+        """Bring the bytes into memory for the layer. Experts are read when they run.
+
+        Args:
+            run: What a run of the layer has used, if its backward comes.
+
+        Raises:
+            TransferError: The bytes cannot be read.
+        """
+        if self.expert is None or run is not None:
+            self.used = set() if run is None else run.get(self, set())
+            self.read(self._needed(run))
+        self._set_classes(is_open=True)
+
+    def read(self, wanted: Iterable[int] | None = None) -> None:
+        """Bring slices into memory; by default, all.
 
         Raises:
             TransferError: The bytes cannot be read.
         """
         for part in self.parts:
-            part.read()
-        self._set_classes(is_open=True)
+            part.read(wanted)
+        self.used.update(range(self._slices) if wanted is None else wanted)
+        self._set_classes()
+
+    def ask(self, values: Iterable[object]) -> None:
+        """Start to read what the expert, or the module of all experts, is called for.
+
+        Args:
+            values: Arguments of the call. A tensor of integers has the numbers of the experts.
+        """
+        index = next((each for each in values if _is_index(each)), None)
+        if self._slices == 1:
+            self.begin_read({self: {0}})
+        elif index is not None:
+            self.begin_read({self: {each for each in _numbers_in(index) if 0 <= each < self._slices}})
+
+    def _needed(self, run: Run | None) -> Iterable[int] | None:
+        if self.expert is None:
+            return None
+        if run is not None:
+            return run.get(self, ())
+        return range(self._slices if self._slices == 1 and sum(self._ran) >= _NEARLY_ALL else 0)
+
+    @contextmanager
+    def used_by(self, func: Any, args: Any, kwargs: Any) -> Iterator[None]:
+        """Return a context manager for a use of experts by their layer. It reads the experts that are used.
+
+        Raises:
+            TransferError: The experts cannot be read.
+        """
+        with self.loans.lock, without_subclasses():
+            self.read(None if self._slices == 1 else _slices_in(func, args, kwargs, self._slices))
+        with without_subclasses() if self._slices > 1 else nullcontext():
+            yield
+
+    def guard(self, view: torch.Tensor) -> torch.Tensor:
+        """Return a view of experts, whose uses come to :meth:`used_by` too."""
+        vars(view)["_tba_offload_weight"] = self
+        view.__class__ = _guarded(torch.Tensor)
+        return view
 
     def shut(self) -> None:
         """End the use by the layer. The bytes stay in memory.
@@ -199,6 +289,7 @@ class FrozenWeight:
         """
         for part in self.parts:
             part.come_back()
+        self.used = set(range(self._slices))
         self._set_classes(is_open=True)
         for tensor, _ in self._tensors:
             vars(tensor).pop("_tba_offload_weight", None)
@@ -281,10 +372,39 @@ class FrozenWeight:
 
     def layout_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor with the layout that a tensor has in memory."""
-        pairs = (pair for part in self.parts for pair in zip(part.tensors, part.here, strict=True))
-        return next((here for own, here in pairs if own is tensor), tensor)
+        for part in self.parts:
+            if any(each is tensor for each in part.tensors):
+                return part.layout_of(tensor)
+        return tensor
 
     def _set_classes(self, *, is_open: bool | None = None) -> None:
-        self._is_open = self._is_open if is_open is None else is_open
+        self.is_open = self.is_open if is_open is None else is_open
+        has_all = self.expert is None or len(self.used) == self._slices
         for tensor, kind in self._tensors:
-            tensor.__class__ = kind if self._is_open or self._readers else _guarded(kind)
+            tensor.__class__ = kind if (self.is_open and has_all) or self._readers else _guarded(kind)
+
+
+def _is_index(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not (
+        value.dtype.is_floating_point or value.dtype is torch.bool
+    )
+
+
+def _numbers_in(index: Any) -> list[int]:
+    numbers: list[int] = index.reshape(-1).unique().tolist()
+    return numbers
+
+
+def _slices_in(func: Any, args: Any, kwargs: Any, count: int) -> Iterable[int] | None:
+    """Return the experts that a function uses; ``None`` for all."""
+    if func is _TENSOR.transpose and 0 not in args[1:]:
+        return ()  # the view is guarded
+    if func is _TENSOR.__getitem__:
+        index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+        if isinstance(index, int) and not isinstance(index, bool):
+            return (index % count,)
+        return {number % count for number in _numbers_in(index)} if _is_index(index) else None
+    if "grouped_mm" in str(func) and _is_index(kwargs.get("offs")):
+        ends = kwargs["offs"].tolist()
+        return [number for number, rows in enumerate(pairwise([0, *ends])) if rows[0] < rows[1]]
+    return None

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tba_offload.config import format_size
-from tba_offload.device import ByteRange, new_storage
+from tba_offload.device import CACHE_LINE, ByteRange, new_storage
 from tba_offload.device.digest import sums
 from tba_offload.errors import TransferError
 from tba_offload.torch_private import is_transform_wrapper, users_of
@@ -92,6 +92,29 @@ def parts_of(tensor: Any, module: nn.Module | None = None) -> Iterator[torch.Ten
         yield from (each for each in states if isinstance(each, torch.Tensor))
 
 
+def experts_in(layer: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Return the expert of each module that is in an expert.
+
+    Experts are the modules of a list, if it has several and they have one class. Their weights are read when
+    an expert runs, so this is right for other lists too.
+    """
+    found: dict[nn.Module, nn.Module] = {}
+    for each in layer.modules():
+        if isinstance(each, nn.ModuleList) and len(each) > 1 and len(set(map(type, each))) == 1:
+            for expert in each:
+                found = dict.fromkeys(expert.modules(), expert) | found
+    return found
+
+
+def slices_of(weight: torch.Tensor, module: nn.Module) -> int:
+    """Return the number of experts if they are slices of one parameter, else 1."""
+    if type(weight) is not nn.Parameter or weight.ndim != 3 or not weight.is_contiguous():
+        return 1
+    is_whole = weight.untyped_storage().nbytes() == weight.nbytes and not weight[0].nbytes % CACHE_LINE
+    is_named = type(module).__name__.endswith("Experts") or getattr(module, "num_experts", 0) == len(weight)
+    return len(weight) if is_whole and is_named else 1
+
+
 def left_out(layers: Modules, at_least: int, device: torch.device) -> str:
     """Return a text that names the frozen weights that stay in memory because of their class or device.
 
@@ -134,7 +157,7 @@ class Part:
 
     Attributes:
         nbytes: Size of the storage in bytes.
-        here: The tensors with their values while these are in memory. They have the layout at any time.
+        slices: Number of equal shares that are read alone.
         is_back: Whether offloading has ended and the bytes are in memory.
         lent: The memory for uses outside of the layer; ``None`` if there are none.
     """
@@ -143,12 +166,11 @@ class Part:
         self.tensors = tensors
         self.nbytes = tensors[0].untyped_storage().nbytes()
         self.is_back = True
-        self._homes, self._count = homes, count
+        self._homes, self._count, self.slices = homes, count, len(homes)
         self._device = homes[0].homes.device
         # Memory from a file or from another library may not be resizable, so allocate new memory.
         self._storage = new_storage(self.nbytes, tensors[0].device)
-        self.here = [_over(self._storage, each) for each in tensors]
-        self._away = [_over(_placeholder(each.device), each, is_expanded=True) for each in tensors]
+        self._layouts = [(each.dtype, each.storage_offset(), each.shape, each.stride()) for each in tensors]
         self._stream: Any = None  # the stream on which the memory was allocated
         self._resident = set(range(len(homes)))
         self._reads: dict[int, list[Transfer]] = {}
@@ -166,7 +188,7 @@ class Part:
         self._write()
         self.is_back = False
         self._count(self.nbytes)
-        self._put(self.here)
+        self._put(self._storage)
         self._free()
 
     # ---- for the layer ---------------------------------------------------------------------------
@@ -177,7 +199,7 @@ class Part:
         Args:
             wanted: Numbers of the extents. By default, all.
         """
-        wanted = range(len(self._homes)) if wanted is None else wanted
+        wanted = range(self.slices) if wanted is None else wanted
         if missing := [each for each in wanted if each not in self._resident and each not in self._reads]:
             self._resize(self.nbytes)
             for each in missing:
@@ -189,12 +211,13 @@ class Part:
         Raises:
             TransferError: The bytes cannot be read.
         """
-        self.begin_read(wanted)
         if not self._resident:
             self._version = self._versions()
+            self._resize(self.nbytes)
+        self.begin_read(wanted)
         self._settle_reads(list(self._reads) if wanted is None else wanted)
         if self.lent is None:
-            self._put(self.here)
+            self._put(self._storage)
         stream = self._device.stream()
         if stream != self._stream:  # the bytes were read ahead on the stream of the previous layer
             self._device.use(_bytes_of(self._storage), stream)
@@ -245,7 +268,7 @@ class Part:
         """
         if self.lent is not None:
             return
-        storage, reads = new_storage(self.nbytes, self.here[0].device), []
+        storage, reads = new_storage(self.nbytes, self._storage.device), []
         for number, home in enumerate(self._homes):
             target = self._range(storage, number)
             if number in self._resident:
@@ -254,16 +277,20 @@ class Part:
                 reads.append((home, home.read(target)))
         for home, transfers in reads:
             home.settle_reads(transfers)
-        self._put([_over(storage, each) for each in self.here])
+        self._put(storage)
         self._take_note(storage, self._versions())
+
+    def layout_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without bytes, with the layout that one of the tensors has in memory."""
+        number = next(number for number, each in enumerate(self.tensors) if each is tensor)
+        dtype, _, shape, stride = self._layouts[number]
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
     def adopt(self) -> bool:
         """Regard the memory as lent if the layer set ``tensor.data``; return True in this case."""
         found = self.tensors[0].untyped_storage()
-        if self.lent is not None or found._cdata in {
-            self._storage._cdata,
-            self._away[0].untyped_storage()._cdata,
-        }:
+        own = {self._storage._cdata, _placeholder(self._storage.device)._cdata}
+        if self.lent is not None or found._cdata in own:
             return False
         self._take_note(found, version=-1)
         return True
@@ -284,19 +311,19 @@ class Part:
         if self._is_changed():
             self._settle_reads(list(self._reads))
             self._resize(self.nbytes)
-            self.here[0].copy_(self.tensors[0])
+            _over(self._storage, *self._layouts[0]).copy_(self.tensors[0])
             self._write()
             if not self._resident:
                 self._resize(0)
-        self._put(self.here if self._resident else self._away)
+        self._put(self._storage if self._resident else None)
         self.lent = self._digest = None
         self._count(-self.nbytes)
 
     def unlike(self, data: torch.Tensor) -> str:
         """Return a text if ``data`` has not the shape, data type and device of the first tensor, else ''."""
-        expected, found = (
-            f"{each.dtype} of {tuple(each.shape)} on {each.device}" for each in (self.here[0], data)
-        )
+        (dtype, _, shape, _), device = self._layouts[0], self._storage.device
+        expected = f"{dtype} of {tuple(shape)} on {device}"
+        found = f"{data.dtype} of {tuple(data.shape)} on {data.device}"
         return "" if found == expected else f"is offloaded as {expected}, but was set to {found}"
 
     def _take_note(self, storage: torch.UntypedStorage, version: int) -> None:
@@ -312,20 +339,31 @@ class Part:
     # ---- memory ----------------------------------------------------------------------------------
 
     def _range(self, storage: torch.UntypedStorage, number: int) -> ByteRange:
-        size = self.nbytes // len(self._homes)
+        size = self.nbytes // self.slices
         return ByteRange(storage, number * size, size)
 
-    def _put(self, data: Tensors) -> None:
-        for tensor, each in zip(self.tensors, data, strict=True):
-            tensor.data = each
+    def _put(self, storage: torch.UntypedStorage | None) -> None:
+        """Set the memory of the tensors; ``None`` for the placeholder."""
+        for tensor, (dtype, offset, shape, stride) in zip(self.tensors, self._layouts, strict=True):
+            if storage is None:
+                tensor.data = _over(_placeholder(self._storage.device), dtype, 0, shape, (0,) * len(shape))
+            else:
+                tensor.data = _over(storage, dtype, offset, shape, stride)
 
     def _versions(self) -> int:
         return sum(each._version for each in self.tensors)
 
     def _write(self) -> None:
-        writes = [home.write(self._range(self._storage, number)) for number, home in enumerate(self._homes)]
-        for home, transfers in zip(self._homes, writes, strict=True):
-            home.settle_writes(transfers)
+        for number, home in enumerate(self._homes):
+            source = self._range(self._storage, number)
+            if self.slices > 1:
+                # A read to an address with the alignment of the write may overwrite the bytes beside it.
+                copy = ByteRange(
+                    new_storage(source.nbytes + _SHIFT, self._storage.device), _SHIFT, source.nbytes
+                )
+                copy.tensor().copy_(source.tensor())
+                source = copy
+            home.settle_writes(home.write(source))
         self._version = self._versions()
 
     def _settle_reads(self, wanted: Iterable[int]) -> None:
@@ -339,7 +377,7 @@ class Part:
         # Set this before the memory is freed. After an interrupt, the bytes are then read again.
         self._resident = set()
         if self.lent is None:
-            self._put(self._away)
+            self._put(None)
         self._resize(0)
 
     def _resize(self, nbytes: int) -> None:
@@ -355,11 +393,11 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 @torch.inference_mode(mode=False)  # in inference mode the new tensor could not be trained later
-def _over(storage: torch.UntypedStorage, like: torch.Tensor, *, is_expanded: bool = False) -> torch.Tensor:
-    empty = torch.empty(0, dtype=like.dtype, device=storage.device)
-    if is_expanded:
-        return empty.set_(storage, 0, like.shape, (0,) * like.ndim)
-    return empty.set_(storage, like.storage_offset(), like.shape, like.stride())
+def _over(storage: torch.UntypedStorage, dtype: torch.dtype, *layout: Any) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *layout)
+
+
+_SHIFT = 8  # no multiple of CACHE_LINE, which all memory of PyTorch is aligned to
 
 
 @functools.cache
