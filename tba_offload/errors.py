@@ -32,11 +32,11 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
 
@@ -99,13 +99,23 @@ class MissingDependencyError(TbaError, ImportError):
     Args:
         package: The missing package.
         purpose: The feature that needs the package.
-        extra: The extra of tba-offload that installs the package, if any.
+        extra: The extra of tba-offload that installs the package.
     """
 
-    def __init__(self, package: str, purpose: str, *, extra: str | None = None) -> None:
-        self.package = package
-        remedy = f"pip install 'tba-offload[{extra}]'" if extra else f"pip install {package}"
+    def __init__(self, package: str, purpose: str, *, extra: str) -> None:
+        remedy = f"pip install 'tba-offload[{extra}]'"
         super().__init__(f"{purpose} needs {package}, which is not installed; {remedy}")
+
+
+@contextmanager
+def required(package: str, purpose: str, *, extra: str) -> Iterator[None]:
+    """Raise :class:`MissingDependencyError` if an import in the block does not find the package."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise
+        raise MissingDependencyError(package, purpose, extra=extra) from error
 
 
 class SavedTensorModifiedError(TbaError, RuntimeError):

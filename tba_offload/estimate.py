@@ -17,7 +17,6 @@ from bisect import bisect_left, insort
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from inspect import signature
 from itertools import pairwise
 from types import SimpleNamespace
@@ -37,7 +36,7 @@ from tba_offload.config import OffloadConfig
 from tba_offload.days import bytes_per_day
 from tba_offload.device import Device, blank, default_device
 from tba_offload.device.meters import FITTING, LiveBytes
-from tba_offload.errors import ConfigError, MissingDependencyError, TbaError, UnsupportedError
+from tba_offload.errors import ConfigError, TbaError, UnsupportedError, required
 from tba_offload.formatting import layers_by_placement, readable_rate, readable_size
 from tba_offload.layers.find import find_layers
 from tba_offload.layers.graph import first_differentiable
@@ -205,9 +204,8 @@ def create(
             frozen.
         sizes: Sizes of a Llama without ``config``, by the names in ``transformers.LlamaConfig``.
     """
-    if find_spec("transformers") is None:
-        raise MissingDependencyError("transformers", "estimate", extra="transformers")
-    import transformers
+    with required("transformers", "estimate", extra="transformers"):
+        import transformers
 
     if config is None:
         wide = -(-8 * sizes["hidden_size"] // 768) * 256

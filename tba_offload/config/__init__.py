@@ -28,8 +28,6 @@ from tba_offload.formatting import quoted
 from tba_offload.placements import names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tba_offload.config.policy import LayerId, Layers
 
 
@@ -290,7 +288,7 @@ class OffloadConfig:
         Raises:
             ConfigError: The text is invalid. The error lists all problems, by line.
         """
-        return _checked(lambda: read_yaml(text, file), layers, file)
+        return _checked(*read_yaml(text, file), layers)
 
     @classmethod
     def from_dict(cls, document: Mapping[str, object], *, layers: Layers = None) -> OffloadConfig:
@@ -304,7 +302,7 @@ class OffloadConfig:
         Raises:
             ConfigError: The dict is invalid. The error lists all problems.
         """
-        return _checked(lambda: (_plain(document), Source(), []), layers)
+        return _checked(_plain(document), Source(), [], layers)
 
     def doubts(self, layers: Sequence[LayerId]) -> list[str]:
         """Return a message for each valid setting that has no effect, or less effect than expected.
@@ -335,48 +333,31 @@ class OffloadConfig:
     def to_yaml(self) -> str:
         """Write every setting as YAML that :meth:`from_yaml` reads back to an equal configuration."""
         exclude: Any = {"source": True, "layers": {"__all__": {"line"}}}
-        document = _ADAPTER.dump_python(self, mode="json", exclude=exclude)
-        document["store"]["stall_seconds"] = document["store"]["stall_seconds"] or 0  # None means no limit
-        return yaml.safe_dump(_without_nulls(document), sort_keys=False, allow_unicode=True)
+        document = _ADAPTER.dump_python(self, mode="json", exclude=exclude, exclude_none=True)
+        document["store"].setdefault("stall_seconds", 0)  # None means no limit
+        return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
 
 
 _ADAPTER = TypeAdapter(OffloadConfig)
 
 
-def _without_nulls(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that are not None."""
-    return {
-        name: _without_nulls(value) if isinstance(value, dict) else value
-        for name, value in document.items()
-        if value is not None
-    }
-
-
-def _checked(read: Callable[[], Any], layers: Layers, file: str | None = None) -> OffloadConfig:
-    """Return the configuration of a document.
+def _checked(document: object, source: Source, errors: list[ConfigError], layers: Layers) -> OffloadConfig:
+    """Return the configuration of a document, in which reading found the given errors.
 
     Raises:
         ConfigError: The document is invalid. The error lists all problems. Rules are matched with the layers
-            only if all rules are legal.
+            only if all settings are valid.
     """
-    config = None
-    try:
-        document, source, errors = read()
-    except RecursionError:
-        raise ConfigError("the nesting of the policy is too deep", file=file) from None
     try:
         config = _ADAPTER.validate_python(document, context=source)
     except ValidationError as error:
         told = {each.line for each in errors if each.line}  # pydantic reports missing values again
         errors += [each for each in errors_of(error, OffloadConfig, source) if each.line not in told]
-        with contextlib.suppress(ValidationError):
-            rules = document.get("layers", ()) if isinstance(document, dict) else ()
-            config = _ADAPTER.validate_python({"layers": rules}, context=source)
-    if config is not None:
-        known = (replace(rule, line=source.line(("layers", n))) for n, rule in enumerate(config.layers))
-        config = replace(config, layers=tuple(known), source=source)
-        errors += config.policy.problems(layers) if layers is not None else []
-    if errors or config is None:
+        raise ConfigError.joined(errors) from None
+    known = (replace(rule, line=source.line(("layers", n))) for n, rule in enumerate(config.layers))
+    config = replace(config, layers=tuple(known), source=source)
+    errors += config.policy.problems(layers) if layers is not None else []
+    if errors:
         raise ConfigError.joined(errors)
     return config
 

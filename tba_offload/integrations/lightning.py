@@ -9,15 +9,11 @@
 
 from __future__ import annotations
 
-from tba_offload.errors import MissingDependencyError
+from tba_offload.errors import required
 from tba_offload.integrations.lightning_hooks import LightningHooks
 
-try:
+with required("lightning", "OffloadCallback", extra="lightning"):
     from lightning.pytorch import Callback
-except ModuleNotFoundError as error:
-    if (error.name or "").partition(".")[0] != "lightning":
-        raise
-    raise MissingDependencyError("lightning", "OffloadCallback", extra="lightning") from error
 
 
 class OffloadCallback(LightningHooks, Callback):  # type: ignore[misc]

@@ -12,15 +12,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from tba_offload.errors import MissingDependencyError
+from tba_offload.errors import required
 from tba_offload.integrations.training import Training
 
-try:
+with required("transformers", "OffloadCallback", extra="transformers"):
     from transformers import TrainerCallback
-except ModuleNotFoundError as error:
-    if error.name != "transformers":
-        raise
-    raise MissingDependencyError("transformers", "OffloadCallback", extra="transformers") from error
 
 if TYPE_CHECKING:
     import os

@@ -10,7 +10,7 @@ import json
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from tba_offload.errors import MissingDependencyError, RunLogError
+from tba_offload.errors import RunLogError, required
 from tba_offload.formatting import BYTES, grouped, scale, visible
 from tba_offload.report import rok
 from tba_offload.report.log import MemoryEvent
@@ -44,10 +44,8 @@ def page(logs: Sequence[RunLog]) -> bytes:
     """
     from tba_offload import __version__
 
-    try:
+    with required("jinja2", "writing a report", extra="report"):
         from jinja2 import Environment, StrictUndefined
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError("Jinja2", "writing a report", extra="report") from error
     source = resources.files("tba_offload.report").joinpath("templates", "page.html.j2").read_text("utf-8")
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(source)
     names = _names(logs)
