@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 CACHE_LINE = 64
-"""PyTorch aligns CPU allocations to this many bytes.
+"""Alignment of PyTorch's CPU allocations in bytes.
 
 Kernels may choose their code path by the alignment of memory.
 """
@@ -66,7 +66,7 @@ READY = Event()
 
 
 class Device:
-    """The CPU. ``Device`` is also the interface of any device for transfers.
+    """Operations of a CPU that transfers need. Subclasses implement the same operations for accelerators.
 
     Attributes:
         torch_device: The PyTorch device.
@@ -111,7 +111,7 @@ class Device:
         return list(marks)
 
     def use(self, memory: torch.Tensor, stream: Any) -> None:
-        """Prevent the reuse of another stream's memory until ``stream`` has used the memory.
+        """Prevent the allocator from reusing memory while work of ``stream`` uses the memory.
 
         Args:
             memory: A tensor whose memory ``stream`` uses.
@@ -122,7 +122,7 @@ class Device:
         """Make this device the current device of the calling thread. Every I/O thread calls this method."""
 
     def on_side_stream(self) -> AbstractContextManager[None]:
-        """Give the calling I/O thread its own stream in a block. At the end, wait for that stream."""
+        """Run a ``with`` block on a stream of the calling I/O thread, then wait for this stream."""
         return nullcontext()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
@@ -161,7 +161,7 @@ class Device:
 
 
 class Accelerator(Device):
-    """A GPU of CUDA or ROCm (PyTorch also calls ROCm "cuda"), or a device with the same functions.
+    """A GPU of CUDA or ROCm (PyTorch also calls ROCm "cuda"), or an accelerator with the same functions.
 
     Args:
         device: The device. Without an index, the current device of this type is used.
@@ -205,7 +205,7 @@ class Accelerator(Device):
         return event
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """Return the seconds from the first event to each event, precise to about a microsecond."""
+        """Return the seconds from the first mark to each mark, precise to about a microsecond."""
         for mark in marks:  # marks may be on several streams; waiting for a reached mark takes almost no time
             mark.synchronize()
         return [0.0, *(marks[0].elapsed_time(mark) / 1000 for mark in marks[1:])] if marks else []
@@ -220,7 +220,7 @@ class Accelerator(Device):
 
     @contextmanager
     def on_side_stream(self) -> Iterator[None]:
-        """Switch to the calling thread's side stream in a block. At the end, wait only for this stream."""
+        """Run a ``with`` block on a side stream of the calling thread, then wait only for this stream."""
         local = self._local
         if not hasattr(local, "stream"):
             local.stream = self._module.Stream(self.torch_device)
@@ -241,9 +241,10 @@ class Accelerator(Device):
             target.copy_(source, non_blocking=True)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """Map and pin pages on CUDA. On other accelerators, PyTorch allocates pinned memory.
+        """Allocate pinned host memory.
 
-        If pinning is refused, as in a container with a limit of locked memory, all later memory is pageable.
+        If pinning is refused, for example because of the limit of locked memory in a container, return
+        pageable memory in this call and in later calls.
 
         Raises:
             torch.AcceleratorError: Earlier work of the device failed.
@@ -281,7 +282,7 @@ def device_of(device: torch.device | str) -> Device:
 
 
 def device_of_model(modules: Iterable[torch.nn.Module]) -> Device:
-    """Return the device of the first parameter; the CPU if the model has no parameters.
+    """Return the device of the first parameter of ``modules``; the CPU if there is no parameter.
 
     Raises:
         UnsupportedError: See :func:`device_of`.
@@ -291,7 +292,7 @@ def device_of_model(modules: Iterable[torch.nn.Module]) -> Device:
 
 
 def check_not_captured(device: Device) -> None:
-    """Check that no CUDA graph is captured, because the bytes of its tensors may never be computed.
+    """Check that no CUDA graph is captured. Kernels do not run during a capture, so no results can be copied.
 
     Raises:
         UnsupportedError: A CUDA graph is captured.
@@ -304,7 +305,7 @@ def check_not_captured(device: Device) -> None:
 
 
 def has_peers() -> bool:
-    """Return True if other ranks may run the same layer, which may have collective operations."""
+    """Return True if there are other ranks, so that layers may have collective operations."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -314,8 +315,8 @@ def has_peers() -> bool:
 class ByteRange:
     """Bytes of a storage. The range keeps the storage alive.
 
-    A transfer needs only an address and a length. The training thread creates no tensor, because a tensor
-    takes two calls into PyTorch. An I/O thread creates a tensor if it needs one.
+    The training thread passes ranges instead of tensors to the I/O threads, because creating a tensor takes
+    two calls into PyTorch.
 
     Attributes:
         storage: The storage.
@@ -344,7 +345,7 @@ class ByteRange:
         return cls(tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes)
 
     def part(self, start: int, nbytes: int) -> ByteRange:
-        """Return ``nbytes`` bytes of this range, beginning at its byte ``start``."""
+        """Return ``nbytes`` bytes of this range, from offset ``start`` of the range."""
         return ByteRange(self.storage, self.start + start, nbytes)
 
     def tensor(self) -> torch.Tensor:
@@ -370,9 +371,9 @@ def new_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
 def aligned_range(nbytes: int, address: int, alignment: int, device: Device) -> ByteRange:
     """Allocate bytes at an address that equals ``address`` modulo the alignment.
 
-    Direct I/O can fill memory at this address without a copy, because the bytes have the same lead in the
-    store. A kernel that chooses its code path by alignment chooses the same path for restored data, so its
-    results are equal bit for bit.
+    The offset of the bytes in the store also equals ``address`` modulo the alignment. Direct I/O can
+    therefore fill the memory without a copy. Kernels that choose their code path by alignment compute the
+    same bits for restored data.
 
     Args:
         nbytes: Payload in bytes.

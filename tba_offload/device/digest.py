@@ -11,15 +11,16 @@ _WORD, _ROW = 8, 4096
 
 
 def sums(data: torch.Tensor) -> bytes:
-    """Return the sums of rows and columns of the data as a table of 64-bit words, and the remaining bytes.
+    """Return the sums of the rows and columns of a table that holds the data as 64-bit words.
 
-    If one word changes, two sums change. If two words are exchanged, at least two sums change too.
+    Bytes that do not fill a row are returned unchanged, after the sums. If one word changes, two sums change.
+    If two words are exchanged, at least two sums change too.
 
     Args:
         data: 1-D uint8 tensor on any device.
 
     Returns:
-        Bytes for a checksum, which depend only on the values of ``data`` and not on its address.
+        Bytes for a checksum. The bytes do not depend on the address of ``data``.
     """
     rows = data.numel() // _ROW
     body, rest = data[: rows * _ROW], data[rows * _ROW :]

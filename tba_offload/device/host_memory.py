@@ -1,4 +1,4 @@
-"""Host memory: pinned pages, and malloc's use of freed memory.
+"""Host memory: pinned pages, and settings of malloc for freed memory.
 
 PyTorch rounds pinned memory up to a power of two and keeps it until the process ends. With
 ``pinned_use_cuda_host_register`` in ``PYTORCH_CUDA_ALLOC_CONF``, pinned memory has malloc's alignment, which
@@ -39,9 +39,9 @@ class _Pinned(mmap.mmap):
 
 
 def mapped_memory(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
-    """Map whole pages outside malloc.
+    """Allocate whole pages outside malloc.
 
-    Malloc's count of live bytes is the device memory of a CPU. The mapped pages are not part of this count.
+    For a model on a CPU, malloc's count of live bytes measures the device memory. The pages do not count.
 
     Args:
         nbytes: Size in bytes.
@@ -94,10 +94,10 @@ _SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "glibc.malloc.m
 
 _environment = " ".join(os.environ) + os.environ.get("GLIBC_TUNABLES", "")
 _is_decided = any(name in _environment for name in _SETTINGS)
-"""Whether the user or the program has set malloc's use of freed memory."""
+"""Whether the user or the program has set how malloc treats freed memory."""
 
 _returns = False
-"""Whether :func:`return_freed_pages` has set malloc's use of freed memory."""
+"""Whether :func:`return_freed_pages` has set how malloc treats freed memory."""
 
 
 def keep_freed_pages() -> bool:
@@ -118,12 +118,12 @@ def keep_freed_pages() -> bool:
 
 
 def return_freed_pages() -> None:
-    """Make malloc return large blocks when they are freed, unless its use of freed memory is already set.
+    """Make malloc return large blocks to the system when the blocks are freed.
 
-    glibc allocates large blocks by ``mmap``. The minimum size of a mapped block rises to the size of the
-    largest freed block, so later tensors are allocated on the heap. Before glibc 2.38, ``posix_memalign``
-    cannot reuse a free block of the same size. If there are small live blocks between large freed blocks, the
-    heap grows to several times the live bytes.
+    glibc allocates large blocks by ``mmap``, but raises the minimum size of these blocks to the size of the
+    largest freed block. Later tensors are therefore allocated on the heap. Before glibc 2.38,
+    ``posix_memalign`` cannot reuse a free block of the same size. Small live blocks between large freed
+    blocks then make the heap grow to several times the live bytes.
 
     Nothing changes if the process called :func:`keep_freed_pages` or set a threshold in its environment.
     """
@@ -135,7 +135,7 @@ def return_freed_pages() -> None:
 
 
 def reuse_freed_pages() -> None:
-    """Make malloc reuse freed blocks again, because every page that malloc returned costs a page fault."""
+    """Undo :func:`return_freed_pages`, because every page that malloc returned causes a page fault."""
     global _returns  # noqa: PLW0603 - as above
     if _returns and not _is_decided:
         _returns = not _set_thresholds(_HIGHEST)

@@ -5,7 +5,7 @@ caching allocator. On a CPU, a meter samples glibc's count of live bytes, becaus
 peak. No meter uses the counts of the offloader.
 
 Gradients and optimizer states that are allocated in the middle of a step are not activations.
-:class:`LiveBytes` counts the bytes of gradients and optimizer states, and the meters leave these bytes out.
+:class:`LiveBytes` counts the bytes of gradients and optimizer states, and the meters exclude these bytes.
 """
 
 from __future__ import annotations
@@ -34,35 +34,36 @@ if TYPE_CHECKING:
 class MemoryMeter:
     """The peak of live bytes on an accelerator, by the statistics of PyTorch's caching allocator.
 
-    The allocator reports the peak of a period, but not the time of the peak. A period therefore ends when
-    bytes that do not count in the peak are allocated. If bytes that do not count are freed within a period,
-    the peak of the period is an upper bound.
+    Gradients and optimizer states are excluded from the peak. The allocator reports the peak of a period, but
+    not the time of the peak. A period therefore ends when excluded bytes are allocated. If excluded bytes are
+    freed within a period, the measured peak of the period is an upper bound.
 
     Args:
         device: The accelerator.
-        static: Function that returns the live bytes that do not count in the peak.
+        static: Function that returns the excluded live bytes.
 
     Attributes:
         source: Source of the peak, for the run log.
         samples: Whether the meter takes samples, and so knows the live bytes only at some moments.
-        seen: Called on any thread with two numbers: the live bytes that count in the peak, and the other live
-            bytes.
-        whole_peak: The peak of all live bytes, including bytes that do not count in :meth:`peak`.
+        seen: Function that any thread may call with two numbers: the live bytes without excluded bytes, and
+            the excluded bytes.
+        whole_peak: The peak of all live bytes, including excluded bytes.
         reserved: Largest number of bytes that the allocator held; None if the allocator does not report this
             number.
         samples_taken: Number of samples of the peak; None if the peak is exact.
         is_thin: Whether the samples may have missed the peak; valid after :meth:`peak`.
-        returns_pages: Whether malloc returns freed memory to the system when it holds too much. Returned
-            memory causes page faults, so ``returns_pages`` is False for steps that keep all activations.
+        returns_pages: Whether malloc returns freed memory to the system if too much freed memory is held.
+            Returned memory causes page faults, so ``returns_pages`` is False for steps that keep all
+            activations.
     """
 
     samples = False
     returns_pages = True
 
     _COARSE = 1 / 64
-    """Share of the peak by which the bytes that do not count in the peak may grow within one period.
+    """Fraction of the peak by which the excluded bytes may grow within one period.
 
-    Reading the statistics takes about 100 us on the host, which is too long to do for each parameter.
+    A period does not end for each parameter, because reading the statistics takes about 100 us on the host.
     """
 
     def __init__(self, device: torch.device, static: Callable[[], int] = lambda: 0) -> None:
@@ -76,14 +77,14 @@ class MemoryMeter:
         self._module = torch.get_device_module(device)
 
     def live(self) -> int:
-        """Return the live bytes that count in the peak."""
+        """Return the live bytes without excluded bytes."""
         return int(self._module.memory_allocated(self._device)) - self._static()
 
     def reset(self, *, closely: bool = False) -> None:  # noqa: ARG002 - the statistics include every moment
         """Set the peak to zero and start to measure.
 
         Args:
-            closely: Whether a meter that samples takes more samples, to learn where in a step the peak is.
+            closely: Whether to take more samples, in order to learn at which moments memory is highest.
         """
         self._peak = self.whole_peak = self.reserved = 0
         self._is_paused = False
@@ -92,7 +93,8 @@ class MemoryMeter:
     def sample(self, grows_by: int = 0) -> None:
         """Measure now, at a moment when memory may be high.
 
-        If ``grows_by`` is not 0, this number of bytes that do not count in the peak is allocated next.
+        Args:
+            grows_by: Number of excluded bytes that are allocated next.
         """
         born = self._static() + grows_by - self._static_before
         if not self._is_paused and born > self._COARSE * self._peak:
@@ -144,26 +146,29 @@ class MemoryMeter:
 
 
 REST, REST_CLOSELY = 49, 9
-"""Length of the pause after a sample, as a multiple of the sample's time. Sampling takes at most a fiftieth
-of a core.
+"""Length of the pause after a sample, as a multiple of the sample's time: in most steps, and in closely
+measured steps.
 
-In steps that are measured closely, the sampling thread takes at most a tenth of a core. The time of a sample
-is its processor time, because its wall-clock time would include waits for the GIL.
+The sampling thread therefore takes at most a fiftieth of a core, or a tenth in closely measured steps. The
+time of a sample is processor time, because wall-clock time would include waits for the GIL.
 """
 
 HIGHEST = 16
-"""Number of the highest samples of a closely measured step.
+"""Number of moments that the meter learns in a closely measured step: the moments of the highest samples.
 
-Later steps always take samples at the moments of the highest samples.
+Later steps always take samples at these moments.
 """
 
 THIN = 0.25, 0.02
-"""Longest time without a sample, as a share of the step and in seconds. If a time without a sample is longer
-than both limits, the samples are thin."""
+"""Two limits for the time without a sample: a fraction of the step, and seconds. If a time without a sample
+is longer than both limits, the samples may have missed the peak."""
 
 WASTED = 1.1, 4 * 2**20
-"""Limit for the growth of malloc's memory: the growth of the live bytes times this factor, plus this number
-of bytes. If malloc exceeds the limit, malloc is set to return freed memory."""
+"""Factor and number of bytes that limit the memory that malloc holds.
+
+This memory may grow by the growth of the live bytes times the factor, plus the number of bytes. If the limit
+is exceeded, malloc is set to return freed memory to the system.
+"""
 
 
 class MallocMeter(MemoryMeter):
@@ -173,12 +178,13 @@ class MallocMeter(MemoryMeter):
 
     A sample takes 4 us in a small process. A sample takes 100 to 700 us if the heap has a thousand free
     blocks, because glibc visits all free blocks. Each sample is therefore followed by a pause, in which only
-    :meth:`cut` takes samples. On a busy machine, the sampling thread runs rarely. The training thread can
-    sample at the same moments in each step, so the meter learns at which moments memory is highest.
+    :meth:`cut` takes samples. On a busy machine, the sampling thread runs rarely. The training thread calls
+    :meth:`sample` at the same moments of each step. In closely measured steps, the meter learns at which of
+    these moments memory is highest, and later steps always take samples at these moments.
 
     Args:
-        period: Minimum number of seconds between two samples of the thread.
-        static: Function that returns the live bytes that do not count in the peak.
+        period: Minimum number of seconds between two samples of the sampling thread.
+        static: Function that returns the excluded live bytes.
 
     Raises:
         UnsupportedError: malloc does not count PyTorch's allocations.
@@ -203,7 +209,7 @@ class MallocMeter(MemoryMeter):
         self._thread = threading.Thread(target=_watch, args=watched, name="tba-memory", daemon=True)
 
     def live(self) -> int:
-        """Return the live bytes of malloc that count in the peak."""
+        """Return malloc's live bytes without excluded bytes."""
         return self.cut()
 
     def reset(self, *, closely: bool = False) -> None:
@@ -222,7 +228,7 @@ class MallocMeter(MemoryMeter):
             self._thread.start()
 
     def sample(self, grows_by: int = 0) -> None:  # noqa: ARG002 - a sample has only the bytes of one moment
-        """Take a sample if the pause is over, or if this moment was among the highest of an earlier step."""
+        """Take a sample if the pause is over, or if memory was highest at this moment of an earlier step."""
         self._looks += 1
         if self._is_close:
             self._heights.append((self.cut(), self._looks))
@@ -238,9 +244,8 @@ class MallocMeter(MemoryMeter):
     def cut(self) -> int:
         """Take a sample, and return its live bytes.
 
-        Reading the count releases the GIL, so a gradient may be created or freed during a sample. A gradient
-        that is created or freed during a sample is left out, because a sample that is too high would raise
-        the peak.
+        Reading malloc's count releases the GIL, so another thread may create or free a gradient meanwhile.
+        This gradient is excluded too, because a sample that is too high would raise the peak.
         """
         with self._lock:  # otherwise a sample from before a reset could be added after the reset
             static, began = self._static(), time.thread_time()
@@ -265,8 +270,8 @@ class MallocMeter(MemoryMeter):
     def peak(self) -> int:
         """Take a last sample, unless the meter is paused, and return the largest sample.
 
-        The peak is thin if the moments of this step differ from the learned moments, or if there was a long
-        time without a sample.
+        :attr:`is_thin` becomes True if the number of calls of :meth:`sample` differs from the last step. In a
+        closely measured step, only a long time without a sample makes :attr:`is_thin` True.
         """
         peak = super().peak()
         self._watching.clear()
@@ -339,7 +344,7 @@ def meter_of(device: Device, static: Callable[[], int] = lambda: 0) -> MemoryMet
 
     Args:
         device: The device of the model.
-        static: Function that returns the live bytes that do not count in the peak.
+        static: Function that returns the excluded live bytes.
 
     Raises:
         UnsupportedError: malloc does not count live bytes on this CPU.
@@ -369,13 +374,12 @@ class ResidentPeak:
 
 
 class LiveBytes:
-    """Bytes of storages that autograd or an optimizer owns.
+    """Counter of the live bytes of storages, such as storages of gradients and optimizer states.
 
-    Each storage is counted once, from :meth:`add` until it is freed.
+    Each storage is counted once, from :meth:`add` until the storage is freed.
 
-    A gradient counts as soon as autograd stores it in its parameter. Until autograd stores a gradient, the
-    gradient is a temporary tensor and does not count. A gradient that autograd adds to an existing gradient
-    never counts.
+    A gradient counts from the moment when autograd stores the gradient in ``Parameter.grad``. A gradient that
+    autograd adds to an existing ``Parameter.grad`` never counts.
 
     Args:
         device: The device. Storages on other devices do not count.
@@ -391,7 +395,7 @@ class LiveBytes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are allocated now."""
+        """Live bytes."""
         return sum(self.parts)
 
     @property
@@ -421,9 +425,9 @@ class LiveBytes:
                 self._grow(nbytes)
 
     def shift(self, nbytes: int) -> None:
-        """Count a change of bytes without a storage object, such as bytes of weights.
+        """Count ``nbytes`` more bytes that have no storage object here, such as frozen weights in use.
 
-        The change is negative if bytes are freed.
+        A negative number means that bytes were freed.
         """
         with self._lock:
             self._take_freed()
@@ -472,7 +476,7 @@ def plain_storage(tensor: object) -> torch.UntypedStorage | None:
 # Available memory
 
 FITTING = 0.9
-"""Share of the device memory that a plan for layers placed ``auto`` may fill if there is no budget."""
+"""Fraction of the device memory that a plan may fill if the policy sets no budget."""
 
 
 def available_bytes(device: torch.device, *, root: Path = Path("/")) -> int:

@@ -2,9 +2,9 @@
 
 The controller has three states: LEARN, TRY and HOLD.
 
-LEARN takes three steps. The first step offloads all layers, so that the first step keeps the budget. In the
-other two steps, every fourth layer of a kind is kept, recomputed or partly rebuilt, as far as the budget
-allows.
+LEARN takes three steps. The first step offloads every ``auto`` layer, with a small in-flight window. In the
+other two steps, a quarter of the layers is kept, a quarter is recomputed, and a quarter is placed
+``offload-remat``. Fewer layers get these placements if the budget is too small.
 
 TRY alternates between the best plan and the best uniform plan. The plan with the faster measured steps wins.
 If the measured times predict that a third plan is faster, the third plan races once against the winner.
@@ -12,11 +12,11 @@ If the measured times predict that a third plan is faster, the third plan races 
 HOLD keeps the winning plan. The controller makes a new plan if the times of three consecutive steps have
 changed by 10%, or if a rate of the store has changed by a third.
 
-In every state, the controller returns to LEARN during a step that is larger than all earlier steps. After a
-step over the budget, the controller subtracts the excess from the budget and makes a new plan at once.
+After a step that is larger than all earlier steps, the controller returns to LEARN. After a step over the
+budget, the controller makes a new plan with a smaller budget.
 
-If no limit is set, the budget is the free memory of the device. Without a limit, plans grow gradually: the
-peak of a plan may be at most twice the highest peak that has fitted so far.
+If the user set no limit, the budget is the free memory of the device. The controller then raises the memory
+use gradually: a new plan may have at most twice the highest activation peak of the earlier steps.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ WARM_UP = 1
 """Number of first steps whose times are ignored, because the first steps are slower than later steps."""
 
 FIRST_WINDOW = 16
-"""Ratio of the budget to the in-flight window in the first steps, in which other memory is not measured
-yet."""
+"""Budget divided by the in-flight window of the first steps. The window is small, because the memory beside
+activations is not yet measured."""
 
 ROUNDS, ROUNDS_ON_HOST = 2, 3
-"""Number of steps of each plan in a race, by the device's clock and by the host's clock. The fastest step of
-a plan counts. Host times vary more, so races by the host's clock take more steps."""
+"""Number of steps that each plan of a race runs: the first number if the device's clock measures the steps,
+the second number if the host's clock measures the steps. The fastest step of each plan counts."""
 
 OFF, OFF_STEPS, OTHER_RATE = 0.1, 3, 1 / 3
 """Thresholds for a new plan: relative change of step times, number of consecutive steps with this change, and
@@ -67,25 +67,28 @@ relative change of a store rate."""
 ROOM_CHANGED = "the limits of the plan have changed"
 
 WORTH_IT = 0.02
-"""Smallest relative gain of a new plan that replaces the current plan. I/O waits below this share of a step
-are ignored."""
+"""Smallest relative gain for which a new plan replaces the current plan. The planner ignores I/O waits that
+take a smaller fraction of a step."""
 
 GROWTH, GROWTH_TO_PLAN = 2, 4 / 3
-"""Growth of plans if the user set no limit, relative to the highest activation peak that has fitted so far.
+"""Factors for the growth of plans if the user set no limit.
 
-The peak of a plan may be at most ``GROWTH`` times the highest peak so far. A new plan is made when the
-allowed peak has grown by the factor ``GROWTH_TO_PLAN``. So plans fill the device within a few steps, and each
-step checks the previous prediction.
+The activation peak of a plan may be at most ``GROWTH`` times the highest activation peak of the earlier
+steps. When this limit has grown by the factor ``GROWTH_TO_PLAN``, the controller makes a new plan. Plans fill
+the device within a few steps, and each plan is measured before a larger plan is made.
 """
 
 AGREE_EVERY = 8
-"""Interval of agreements, in steps. Ranks that share layers agree on a plan after each of the first 16 steps,
-then after every eighth step."""
+"""Number of steps between two agreements of the ranks that share layers. The ranks also agree after each of
+the first 16 steps."""
 
 
 Agree = Callable[[dict[str, Placement], tuple[float, float]], dict[str, Placement]]
-"""Type of a function that takes the placements that a rank proposes, by layer name, and the need of the rank.
-The function returns the placements that all ranks agreed on."""
+"""Type of the function with which ranks agree on placements.
+
+The arguments are the placements that this rank proposes, by layer name, and the result of
+:meth:`Controller.need_of`. The function returns the agreed placements by layer name.
+"""
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,8 @@ class Task:
         layers: Model chunk and module name of each layer.
         limits: Limits that plans must keep.
         objective: Goal of plans: shortest step, or lowest peak without a longer step.
-        agree: Function that agrees with the other ranks of the same layers, so that all ranks recompute the
-            same layers; ``None`` if no other rank has these layers.
+        agree: Function with which the ranks that share layers agree which layers to recompute; ``None`` if
+            no other rank has these layers.
     """
 
     policy: tuple[Placement, ...]
@@ -119,7 +122,7 @@ class Task:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether every layer is kept. Without transfers, the rates of drives cannot be measured."""
+        """Whether the policy keeps every layer."""
         return set(self.policy) == {Placement.KEEP}
 
     @property
@@ -141,7 +144,7 @@ class Task:
 
 
 class State(enum.Enum):
-    """Purpose of the next step."""
+    """States of the controller."""
 
     LEARN = "learn"
     TRY = "try"
@@ -156,9 +159,9 @@ class Controller:
 
     Attributes:
         task: Settings from which the controller makes plans.
-        state: Purpose of the next step.
-        steps: Number of steps so far.
-        profile: Profile of measured steps, from which plans are made; ``None`` until a step is measured.
+        state: State of the controller.
+        steps: Number of finished steps.
+        profile: Profile of the measured steps; ``None`` until a step is measured.
         rates: Measured rates of the store.
         sizes: Sizes of the layers' inputs in all steps.
     """
@@ -198,18 +201,18 @@ class Controller:
 
     @property
     def keep(self) -> Prediction | None:
-        """Predicted figures of a step that keeps all layers; ``None`` until a step is measured."""
+        """Prediction for a step that keeps all layers; ``None`` until a step is measured."""
         plan = Plan((Placement.KEEP,) * len(self.task.layers))
         return None if self.profile is None else play(self.profile, plan, Bandwidth(1, 1))  # no transfers
 
     @property
     def is_done(self) -> bool:
-        """Whether the controller has no layer to place and has measured enough steps."""
+        """Whether no layer is ``auto`` and enough steps were measured for the run log."""
         return not self.task.decides and self.steps >= 2 * LEARNING and self.task.agree is None
 
     @property
     def wants_saved(self) -> bool:
-        """Whether kept layers run with hooks in the next step, to log their saved tensors."""
+        """Whether the next step runs kept layers with hooks, so that their saved tensors are logged."""
         return self.steps == WARM_UP and self.task.keeps_all
 
     @property
@@ -218,9 +221,10 @@ class Controller:
         return self.task.has_budget and (self.state is not State.HOLD or not self._measured)
 
     def least(self, plan: Plan) -> Plan:
-        """Return a safe plan for the rest of a step that is larger than ``plan`` allows.
+        """Return the plan that replaces ``plan`` for the rest of a step that needs too much memory.
 
-        Layers that the ranks have agreed to recompute are still recomputed.
+        The returned plan offloads every ``auto`` layer, as in the first steps. If ranks share layers, the
+        layers that ``plan`` recomputes are still recomputed.
         """
         first = self.task.first()
         if self.task.agree is None:
@@ -242,7 +246,10 @@ class Controller:
     # ---- between steps ---------------------------------------------------------------------------
 
     def observe(self, seen: StepObservation) -> Plan:
-        """Return the plan for the next step. All ranks recompute the same layers."""
+        """Add a finished step, and return the plan for the next step.
+
+        Ranks that share layers recompute the same layers.
+        """
         plan, names, agreed = self.propose(seen), self.task.names, seen.plan.placements
         if self.task.agree is None:
             return plan
@@ -253,7 +260,10 @@ class Controller:
         return self._bind(agreed, plan)
 
     def propose(self, seen: StepObservation) -> Plan:
-        """Return this rank's plan for the next step. An error in the planner does not stop training."""
+        """Return this rank's plan for the next step, before the ranks agree.
+
+        If the planner fails, give a warning and return the plan of the last step.
+        """
         self.steps += 1
         try:
             return self._after_step(seen)
@@ -306,7 +316,6 @@ class Controller:
             self.profile = replace(profile, timings=({},) * len(profile.kinds))
 
     def _update_profile(self, seen: StepObservation, taken: int | None) -> None:
-        """Update the profile and the headroom if a measured step has new information."""
         is_due = self._limits_changed or self._off >= OFF_STEPS - 1 or self.steps % AGREE_EVERY == 0
         if self.state is State.HOLD and not is_due:
             return
@@ -330,7 +339,7 @@ class Controller:
     # ---- LEARN -----------------------------------------------------------------------------------
 
     def _next_lesson(self) -> Plan:
-        """Return a plan that keeps, recomputes or partly rebuilds every fourth layer of a kind."""
+        """Return a plan under which layers of one kind run with several placements, to measure them."""
         first = self.task.first()
         case = self._case(UNMEASURED)
         case = replace(case, limits=replace(case.limits, window=first.window))
@@ -354,7 +363,7 @@ class Controller:
     # ---- solve -----------------------------------------------------------------------------------
 
     def _case(self, spare: float = 0.0) -> Case:
-        """Return the input of the solver, with a budget of which the fraction ``spare`` stays free."""
+        """Return the input of the solver. The fraction ``spare`` of the budget stays free."""
         profile, bandwidth, limits = self.profile, self.rates.bandwidth(), self.task.limits
         if profile is None or bandwidth is None:
             raise RuntimeError("no plan can be made before a step is measured")
@@ -372,7 +381,10 @@ class Controller:
         )
 
     def _solve(self) -> Plan:
-        """Return the best plan that leaves a part of the budget free, if possible."""
+        """Return the best plan.
+
+        If possible, the plan leaves the fraction :data:`UNMEASURED` of the budget free.
+        """
         case = self._case(UNMEASURED)
         plan = solve(case)
         if not case.fits(plan):
@@ -383,9 +395,9 @@ class Controller:
         return plan
 
     def _warn_of(self, case: Case, plan: Plan) -> None:
-        """Warn about a limit that the plan exceeds.
+        """Warn if the plan exceeds the write limit or the budget.
 
-        If the device is full, the session gives the warning instead.
+        If the device has no memory left for activations, the session gives another warning instead.
         """
         limits, found = self.task.limits, case.played(plan)
         if found.sent_bytes > case.limits.planned_in(found.seconds):
@@ -394,7 +406,7 @@ class Controller:
             self._warn("budget", over_budget(limits, plan, case))
 
     def _start_race(self, why: str, *plans: Plan) -> Plan:
-        """Start to measure the best plan, or start a race of several plans."""
+        """Start a race, and return the first plan. Without ``plans``, the race starts with the best plan."""
         plan, *others = plans or (self._solve(),)
         self.state, self._off, self._usual, self._why = State.TRY, 0, [], why
         self._race, self._races, self._reported = {each: [] for each in (plan, *others)}, 0, None
@@ -402,7 +414,7 @@ class Controller:
         return plan
 
     def _after_excess(self, over: int, seen: StepObservation) -> Plan:
-        """Handle a step over the budget: subtract the excess from the budget and return a new plan."""
+        """Return the plan for the next step, after a step that exceeded the budget by ``over`` bytes."""
         self._why = f"the last step exceeded the budget by {readable_size(over)}"
         # The first step has one-time allocations.
         if self.steps == WARM_UP and not seen.record.fallback_kept_bytes:
@@ -417,7 +429,7 @@ class Controller:
     # ---- TRY -------------------------------------------------------------------------------------
 
     def _after_try(self, seen: StepObservation) -> Plan:
-        """Add a measured step to the race. Return the plan for the next step, or the winner."""
+        """Add a step to the race, and return the plan for the next step."""
         if self._limits_changed:  # the racing plans were made for a different budget
             self._limits_changed = False
             return self._start_race(ROOM_CHANGED)
@@ -446,10 +458,10 @@ class Controller:
         return self._improved(case, winner)
 
     def _second_plan(self, seen: StepObservation) -> Plan | None:
-        """Return a plan to race against the first plan; ``None`` if the first plan will be replaced anyway.
+        """Return a plan to race against the current plan; ``None`` for no race.
 
-        Whether training waits for the drive depends on the measured rates, and these rates are uncertain.
-        Therefore a plan that waits for I/O races against a plan that recomputes.
+        Predicted waits for I/O are uncertain. Therefore a plan that waits for I/O races against a plan that
+        recomputes layers.
         """
         plan, record, case = seen.plan, seen.record, self._case(UNMEASURED)
         grows = self._highest < min(case.limits.planned, case.keep.activation_peak)
@@ -460,10 +472,10 @@ class Controller:
         return best_plain(case, plan, recomputes=waits)
 
     def _improved(self, case: Case, winner: Plan) -> Plan:
-        """Return the fastest of the measured plans, or a plan that is faster by the measured times.
+        """Return the winner of the race, or a better plan that the solver finds with the measured times.
 
-        An improved plan is returned at most once. A plan that writes more per day than the limit allows, by
-        the measured times, never wins.
+        A race is extended by a better plan at most once. A winner that writes more bytes per day than allowed
+        is always replaced.
         """
         # Assume the highest headroom of all racing plans.
         most = max(self._headrooms.values(), default=case.profile.headroom)
@@ -483,7 +495,7 @@ class Controller:
     # ---- HOLD ------------------------------------------------------------------------------------
 
     def _after_hold(self, seen: StepObservation) -> Plan:
-        """Return the current plan, or a new plan if step times or the store have changed."""
+        """Return the current plan, or a new plan if limits, step times or store rates have changed."""
         case, was, seconds = self._case(), self._bandwidth, _seconds(seen)
         # Compare with measured times, because the prediction may have a constant error.
         if len(self._usual) < OFF_STEPS:
@@ -507,7 +519,10 @@ class Controller:
     # ---- agreement of ranks ----------------------------------------------------------------------
 
     def need_of(self, proposed: Plan) -> tuple[float, float]:
-        """Return the bytes over the budget and the step time of this rank without recomputation."""
+        """Return the bytes over the budget and the seconds of a step that offloads every ``auto`` layer.
+
+        Both figures are 0 until a plan is made from measured steps.
+        """
         if self.state is State.LEARN or self.profile is None:
             return 0.0, 0.0
         case = self._case()
@@ -515,7 +530,7 @@ class Controller:
         return max(found.peak_bytes - case.limits.planned, 0.0), found.seconds
 
     def _bind(self, agreed: Sequence[Placement], proposed: Plan) -> Plan:
-        """Return this rank's best plan that recomputes exactly the layers that the ranks agreed on."""
+        """Return this rank's best plan that recomputes the layers in ``agreed`` and no other layers."""
         pairs = list(zip(agreed, proposed.placements, strict=True))
         if all(each.recomputes == mine.recomputes for each, mine in pairs):
             return proposed
@@ -534,13 +549,13 @@ class Controller:
     # ---- warnings and logs -----------------------------------------------------------------------
 
     def _warn(self, key: str, text: str) -> None:
-        """Give a warning once per cause, so that a warning does not suppress warnings with other causes."""
+        """Give at most one warning for each ``key``."""
         if key not in self._warned:
             self._warned.add(key)
             warn(text, RuntimeWarning)
 
     def news(self, plan: Plan) -> dict[str, object] | None:
-        """Return a new plan and its inputs for the run log; ``None`` if the plan is not new."""
+        """Return a plan and its inputs for the run log; ``None`` if there is no new plan to log."""
         if self.state is State.LEARN or self.profile is None or plan.prediction is None:
             return None
         is_last = not self.task.decides and self.steps == 2 * LEARNING  # memory is measured
@@ -560,7 +575,7 @@ class Controller:
 
 
 def bytes_taken(record: StepRecord, limits: Limits) -> int | None:
-    """Return the number of budget bytes that a step used; ``None`` if memory was not measured."""
+    """Return how many bytes of the budget a step used; ``None`` if memory was not measured."""
     peak, base = record.device_peak_bytes, record.base_bytes
     if not limits.nets_gradients or record.activation_peak_bytes is None or peak is None or base is None:
         return record.activation_peak_bytes
@@ -576,7 +591,7 @@ def _may_try(case: Case, layer: int, way: Placement) -> bool:
 
 
 def _is_worth_it(better: Plan, now: Plan) -> bool:
-    """Return True if the prediction of ``better`` is clearly faster than the prediction of ``now``."""
+    """Return True if the predicted step of ``better`` is shorter by at least :data:`WORTH_IT`."""
     new, old = better.prediction, now.prediction
     return new is not None and old is not None and new.seconds <= (1 - WORTH_IT) * old.seconds
 

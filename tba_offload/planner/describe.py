@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def describe(names: Sequence[str], plan: Plan, occasion: str, case: Case) -> str:
-    """Return a line with the placements, the prediction and the reasons of a new plan.
+    """Return a text with the placements, the prediction and the reasons of a new plan.
 
     Args:
         names: Module name of each layer.
         plan: The plan to describe.
         occasion: Event that caused the plan.
-        case: Input of the solver.
+        case: Solver input from which the plan was made.
     """
     parts = [layers_by_placement(names, plan.placements)]
     expected = plan.prediction
@@ -54,7 +54,7 @@ def reason(case: Case) -> str:
 
 
 def _store(case: Case) -> str:
-    """Return a text with the rates of the store, and the rates to offload all layers without waits."""
+    """Return a text with the rates of the store, and with the rates that offloading all layers needs."""
     profile, seconds, saved = case.profile, [0.0, 0.0], 0
     for slot in profile.slots:
         seconds[slot.backward] += profile.timing(slot.layer, Placement.KEEP)[slot.backward] + slot.gap
@@ -66,7 +66,7 @@ def _store(case: Case) -> str:
 
 
 def written_a_day(case: Case, plan: Plan) -> str | None:
-    """Return a text with the bytes that a plan writes per day; ``None`` without a limit."""
+    """Return a text with the bytes that a plan writes per day; ``None`` if the policy sets no limit."""
     allowed, found = case.limits.written_per_day, case.played(plan)
     if allowed is None:
         return None
@@ -75,14 +75,14 @@ def written_a_day(case: Case, plan: Plan) -> str | None:
 
 
 def over_writes(case: Case, plan: Plan) -> str:
-    """Return the warning that all plans exceed the limit of written bytes."""
+    """Return the warning that every plan exceeds ``store.write_bytes_per_day``."""
     allowed, written = readable_size(case.limits.written_per_day or 0), written_a_day(case, plan)
     what = f"store.write_bytes_per_day of {allowed} cannot be met: even the best plan {written}"
     return f"{what}. Raise the limit, or offload fewer layers"
 
 
 def over_budget(limits: Limits, plan: Plan, case: Case) -> str:
-    """Return the warning that all plans exceed the budget, with the parts of the lowest peak."""
+    """Return the warning that every plan exceeds the budget, with the sizes that make up the lowest peak."""
     profile, found = case.profile, case.played(plan)
     left, setting = "", "budget.activation_bytes"
     if limits.device is not None:

@@ -1,7 +1,7 @@
 """Functions that compute the profile of a step from a trace of the step.
 
-Compute times come from the clock of the device that ran the work. The times at which an activation is saved
-and used are fractions of its layer's host time, because only the order of activations matters.
+Compute times come from the clock of the device that ran the work. The host's clock measures when a layer
+saves and uses an activation. The profile holds these two times as fractions of the layer's time on the host.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ LayerKey = tuple[int, str]
 """Model chunk and module name of a layer."""
 
 ALIKE = 0.25
-"""Largest relative difference in bytes between layers of one kind. Layers of one kind have equal numbers of
-activations."""
+"""Largest relative difference in saved bytes between two layers of one kind. Layers of one kind also save
+equal numbers of activations."""
 
 OFFLOADED, REBUILT, LEARNED_KEEP = "offloaded", "rebuilt", "learned keep"
 """Values of ``treatment`` in an activation trace."""
@@ -51,26 +51,32 @@ UNKNOWN = LayerKind((), small_bytes=0, input_bytes=0)
 """Placeholder for the kind of a layer that was never measured."""
 
 REMEMBERED = 3
-"""Number of steps whose median is the time of a layer, so that a single slow step has no effect."""
+"""Number of recent steps whose times are kept. The planner uses the median, so a single slow step has no
+effect."""
 
 
 ASSUMED = Bandwidth(1e9, 1e9, is_assumed=True)
 """Rates of drives before the first transfer."""
 
 EVIDENCE = 32 << 20
-"""Number of bytes in one direction after which measured rates replace the rates of the probe."""
+"""Number of written or read bytes after which measured rates replace the rates of the probe."""
 
 
 _Size = tuple[int, int]
-"""Number and bytes of the activations that a layer saves, which are similar for layers of one kind."""
+"""Number and total bytes of the activations that a layer saves."""
 
 RunSize = tuple[int, ...]
-"""Size of a run of a layer: the number of the layer's runs that wait for backward, then all tensor
-dimensions."""
+"""Size of a layer run: the number of the layer's runs that wait for backward, the bytes and the number of
+gradients, and the dimensions of the inputs."""
 
 
 class SeenBeside(NamedTuple):
-    """Largest memory in a step beside saved activations: at the loss, and while each layer runs."""
+    """Largest memory use in a step, without saved activations.
+
+    Attributes:
+        at_loss: Bytes between the last forward and the first backward.
+        layers: Bytes while each layer runs.
+    """
 
     at_loss: int
     layers: Sequence[Beside]
@@ -82,14 +88,15 @@ class StepObservation:
 
     Attributes:
         trace: The trace of the step.
-        stalls: Intervals in which compute waited for I/O.
-        loads: Bytes that each drive transferred.
+        stalls: Start and end of each wait of the training thread for I/O.
+        loads: Transfers of each drive and of host memory.
         plan: The plan of the step.
-        record: The figures of the step.
+        record: The figures of the step in the run log.
         began: Start of the step, by :func:`time.perf_counter`.
-        beside: Memory beside the activations of layers; ``None`` if not measured.
-        on_device: Function that returns the times of the step by the clock of an asynchronous device.
-        not_recomputed: Layers that must not be recomputed.
+        beside: Memory use without saved activations; ``None`` if not measured.
+        on_device: Function that returns the times of the step by the clock of an asynchronous device;
+            ``None`` for other devices.
+        not_recomputed: Indices of the layers that must not be recomputed.
     """
 
     trace: StepTrace
@@ -104,9 +111,9 @@ class StepObservation:
 
 
 class _Run(NamedTuple):
-    """One run of a layer and its saved activations.
+    """One run of a layer, with the activations that the layer saved.
 
-    Intervals are pairs of start and end, in compute time and in host time.
+    An interval is a start and an end. The intervals ``host_forward`` and ``host_backward`` are in host time.
     """
 
     layer: int
@@ -124,9 +131,9 @@ class _Run(NamedTuple):
 
     @property
     def is_captured(self) -> bool:
-        """Whether hooks recorded the tensors that the run saves.
+        """Whether hooks recorded the tensors that the layer saved.
 
-        If the run has a run log, kept layers run with hooks in one step.
+        If the session writes a run log, kept layers run with hooks in one step.
         """
         return self.way.is_offloaded or (self.way is Placement.KEEP and bool(self.saved))
 
@@ -140,10 +147,10 @@ def profile_of(
         seen: The measured step.
         layers: Model chunk and module name of each layer of this process.
         before: Profile of earlier steps of the same size, which the new step updates.
-        nets: Whether the profile needs the times at which gradients appear.
+        nets: Whether to include the gradient bytes of each slot.
 
     Returns:
-        The profile; ``None`` if no layer has run with hooks, or if there was no backward.
+        The profile; ``None`` if no layer has run with hooks so far, or if the step ran no backward.
     """
     trace, ended = seen.trace, seen.began + seen.record.seconds
     on_host = trace.host_times(seen.stalls, began=seen.began, ended=ended)
@@ -196,9 +203,9 @@ def _clock(stalls: Sequence[tuple[float, float]]) -> Callable[[float], float]:
 
 
 def _intervals(times: StepTimes) -> list[tuple[tuple[float, float], tuple[float, float]]]:
-    """Return the compute intervals of forward and backward for each scope.
+    """Return the forward and backward intervals of each layer run, in compute time.
 
-    Backward lasts until the next event.
+    A backward ends when the next layer run starts, or at the end of the backward pass.
     """
     clock = _clock(times.stalls)
     begins = [began for scope in times.scopes for began in (scope.forward_began, scope.backward_began)]
@@ -215,9 +222,8 @@ def _intervals(times: StepTimes) -> list[tuple[tuple[float, float], tuple[float,
 def _slots(runs: Sequence[_Run], began: float, most_gradients: int | None) -> tuple[tuple[Slot, ...], float]:
     """Return the slots of a step in order, and the end of the last slot.
 
-    Gradients appear during a backward, and a program may free old gradients before a backward. So the
-    gradient bytes of a slot are the larger count at the start of the slot and at the start of the next slot.
-    If gradients were not counted, the gradient bytes are 0.
+    The gradient bytes of a slot are the larger of two counts: at the start of the slot, and at the start of
+    the next slot. If gradients were not counted, the gradient bytes are 0.
     """
     intervals = [(run.forward, run, False) for run in runs] + [(run.backward, run, True) for run in runs]
     intervals.sort(key=lambda interval: interval[0][0])
@@ -236,9 +242,9 @@ def _slots(runs: Sequence[_Run], began: float, most_gradients: int | None) -> tu
 
 
 def _with_skipped(slots: Sequence[Slot], layers: set[int]) -> tuple[Slot, ...]:
-    """Return the slots, with added runs of the layers that the step skipped.
+    """Return the slots of a step, with additional slots for each of ``layers`` that did not run.
 
-    Added runs are next to the runs of neighbouring layers.
+    Each additional slot is next to a slot of a neighbouring layer.
     """
     found = list(slots)
     for missing in sorted(layers - {slot.layer for slot in slots}):
@@ -254,7 +260,7 @@ def _with_skipped(slots: Sequence[Slot], layers: set[int]) -> tuple[Slot, ...]:
 def _timings(
     runs: Sequence[_Run], count: int, layers: Sequence[int], before: StepProfile | None
 ) -> tuple[Timings, ...]:
-    """Return the latest times of each kind and placement, with the median of a new step added."""
+    """Return the times of each layer kind and placement in the last steps, including this step."""
     found: defaultdict[tuple[int, Placement], list[Timing]] = defaultdict(list)
     for run in runs:
         timing = Timing(run.forward[1] - run.forward[0], run.backward[1] - run.backward[0])
@@ -281,9 +287,8 @@ def _kinds(
 ) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
     """Return the layer kinds, and the kind of each layer.
 
-    Both results are empty if hooks have recorded no layer in any step.
-
-    A layer without hooks in the step keeps its earlier kind, or gets the most frequent kind.
+    Both results are empty if hooks have recorded no layer in any step. A layer that ran without hooks keeps
+    the kind from earlier steps. If there are no earlier steps, the layer gets the most frequent kind.
     """
     groups: dict[_Size, list[_Run]] = {}
     sizes: dict[int, _Size] = {}
@@ -326,7 +331,7 @@ def _alike(size: _Size, sizes: Iterable[_Size]) -> _Size:
 def _kind(
     runs: Sequence[_Run], clock: Callable[[float], float], small: int, before: StepProfile | None
 ) -> LayerKind:
-    """Return the common figures of runs of similar layers: the largest sizes and the median times."""
+    """Return the kind of similar layers, with the largest sizes and the median times of their runs."""
     columns = list(zip(*(run.saved for run in runs), strict=True))
     old = UNKNOWN if before is None else before.kind_of(runs[0].layer)
     known = old.activations if len(old.activations) == len(columns) else [None] * len(columns)
@@ -349,9 +354,9 @@ def _saved(
     known: Saved | None,
     clock: Callable[[float], float],
 ) -> Saved:
-    """Return one activation that represents similar layers.
+    """Return the common figures of one activation in similar layers.
 
-    Values that the step did not measure come from ``known``.
+    Figures that the step did not measure come from ``known``.
     """
     pairs = list(zip(runs, column, strict=True))
     saved_at = statistics.median(_fraction(clock(each.packed_at), run.host_forward) for run, each in pairs)
@@ -374,10 +379,10 @@ def _fraction(when: float, interval: tuple[float, float]) -> float:
 
 
 def with_beside(profile: StepProfile, seen: SeenBeside, placements: Sequence[Placement]) -> StepProfile:
-    """Return the profile with the largest measured memory beside activations for each kind.
+    """Return the profile with the measured memory beside activations for each kind of layer.
 
-    The meter includes bytes that a running layer itself keeps or recomputes. The simulator counts these bytes
-    as part of the layer, so the function subtracts these bytes.
+    A measurement includes the bytes that the running layer keeps or recomputes. The simulator adds these
+    bytes again, so this function subtracts these bytes.
     """
     found: dict[int, Beside] = {}
     for layer, (way, beside) in enumerate(zip(placements, seen.layers, strict=True)):
@@ -408,19 +413,23 @@ class Rates:
         self.forget()
 
     def forget(self) -> None:
-        """Discard the measurements of the first step. In the first step, files grow and caches are cold."""
+        """Discard all measurements, except the rates of the probe."""
         self._drives, self._host = _TierRates(), _TierRates()
         self._order: list[str] = []
         self._fell_back = False
 
     def note_probe(self, write: float, read: float) -> None:
-        """Set the probed rates of the first tier as lower bounds, until steps transfer enough bytes."""
+        """Set the rates that a probe of the store measured, in bytes per second.
+
+        The probed rates are lower bounds until steps have transferred :data:`EVIDENCE` bytes. If the store
+        has drives and host memory, the probed rates apply to the one that takes writes first.
+        """
         self._floor = write, read
 
     def note(self, loads: Sequence[DriveLoad], *, fell_back: bool) -> None:
         """Add the transfers of a step.
 
-        Pass ``fell_back=True`` if activations stayed in memory because the store was full.
+        Pass ``fell_back=True`` if a write failed in the step, or if the policy keeps all layers.
         """
         self._fell_back |= fell_back
         self._order = [load.tier for load in loads]
@@ -428,7 +437,10 @@ class Rates:
             tier.note([load for load in loads if load.tier == name and load.in_service])
 
     def bandwidth(self) -> Bandwidth | None:
-        """Return the median rates of the last three steps; ``None`` without transfers and without a probe."""
+        """Return the median rates of the last three steps; ``None`` if no rate was measured or probed.
+
+        If no rate is known because activations stayed in memory, the returned capacity is 0.
+        """
         host_first = self._order[:1] == ["host"]
         drives = self._drives.bandwidth(None if host_first else self._floor)
         host = self._host.bandwidth(self._floor if host_first else None)
@@ -472,14 +484,13 @@ class _TierRates:
 
 
 class Sizes:
-    """Sizes of a session's steps. Plans are made for the largest size.
+    """Sizes of a session's steps. Plans are made for the largest step.
 
-    A run is larger than another run if one of its dimensions is larger, or if more runs wait for backward. A
-    step is also larger if more layers run in the step. In a program that skips layers, the largest number of
-    layers counts.
+    A step is larger than the earlier steps in three cases: more layers run, an input of a layer has a larger
+    dimension, or more runs of a layer wait for backward.
 
     Attributes:
-        is_largest: Whether the last step was as large as the largest size.
+        is_largest: Whether the last step was as large as the largest step so far.
     """
 
     def __init__(self) -> None:
@@ -489,7 +500,7 @@ class Sizes:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Clear the runs of the last step."""
+        """Begin a step without runs."""
         self._seen: defaultdict[int, set[RunSize]] = defaultdict(set)
         self._runs = 0
         self._has_grown = False
@@ -497,7 +508,7 @@ class Sizes:
     def note(self, layer: int, size: RunSize) -> bool:
         """Add a run of a layer before the run starts.
 
-        Return True if the step is still within the planned size.
+        Return True if the step so far is not larger than planned.
         """
         self._runs += 1
         self._seen[layer].add(size)

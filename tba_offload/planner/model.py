@@ -1,7 +1,7 @@
 """Data classes of the planner: step profiles, rates, limits, plans and predictions.
 
-A step profile is measured from the trace of a step (:mod:`tba_offload.planner.measure`) and written to the
-run log as JSON. A profile holds no tensors. The simulator needs no other description of a step.
+:mod:`tba_offload.planner.measure` computes a step profile from the trace of a step. The simulator needs no
+other description of the step. The profile holds no tensors and is written to the run log as JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LEAST_RECOMPUTED = 0.5
 as noise."""
 
 HOOK_SECONDS = 10e-6
-"""Shortest time on the training thread for offloading one activation, in each direction."""
+"""Shortest assumed time of the training thread for saving or restoring one offloaded activation."""
 
 
 # ---- the profile of a step ------------------------------------------------------------------------
@@ -43,8 +43,8 @@ class Saved(NamedTuple):
         nbytes: Size of the storage in bytes.
         at: Time at which the storage is saved, as a fraction of the layer's forward time.
         until: Time at which backward first uses the storage, as a fraction of the layer's backward time.
-        rebuilt: Whether ``offload-remat`` rebuilds the activation, and does not offload the activation;
-            ``None`` if unknown.
+        rebuilt: True if ``offload-remat`` rebuilds the activation, False if ``offload-remat`` offloads the
+            activation, ``None`` if unknown.
     """
 
     nbytes: int
@@ -62,7 +62,7 @@ class Beside(NamedTuple):
         forward: Bytes from the start of the layer's forward to the start of the next layer's forward.
         backward: Bytes during the layer's backward, if saved activations are read back one after another.
         whole: Bytes during the layer's backward, if all saved activations are in memory from the start.
-            Backward frees some of these activations before the peak of backward.
+            This number may be smaller than ``backward``, because backward frees activations before its peak.
     """
 
     forward: int = 0
@@ -173,12 +173,12 @@ class StepProfile:
 
     Attributes:
         kinds: The kinds of layers.
-        layers: Index into ``kinds`` of each layer.
-        timings: Measured times of each layer kind.
+        layers: For each layer, the index of the layer's kind in ``kinds``.
+        timings: For each kind of layer, the measured times.
         slots: The runs of layers in the step, in order.
         tail: Seconds of compute after the last slot.
-        loss_bytes: Bytes in use between the last forward and the first backward, without bytes that layers
-            have saved.
+        loss_bytes: Bytes in use between the last forward and the first backward, without the tensors that
+            layers have saved.
         headroom: Measured peak minus the peak that the profile predicts, in bytes. May be negative.
     """
 
@@ -210,12 +210,10 @@ class StepProfile:
         return replace(self, slots=slots)
 
     def timing(self, layer: int, placement: Placement) -> Timing:
-        """Return the seconds of a layer under a placement.
+        """Return the seconds of one run of a layer under a placement.
 
-        If the times of the placement were not measured, return an estimate.
-
-        Two rules correct noisy measurements: keeping takes no longer than offloading, and recomputing takes
-        longer by one forward.
+        If the times of the placement were not measured, return an estimate. Two rules correct noisy
+        measurements: keeping takes no longer than offloading, and recomputation adds at least half a forward.
         """
         number, kind, way = self.layers[layer], self.kind_of(layer), computed_as(placement)
         offloaded, kept = self._measured(number, Placement.OFFLOAD), self._measured(number, Placement.KEEP)
@@ -246,7 +244,7 @@ class StepProfile:
         return all(self._measured(kind, computed_as(placement)) is not None for kind in kinds)
 
     def _measured(self, kind: int, placement: Placement) -> Timing | None:
-        """Return the measured times of a kind, or scaled times of another kind."""
+        """Return the measured times of a kind, or the scaled times of another kind; else ``None``."""
         own = self.timings[kind]
         if placement in own:
             return median_of(own[placement])
@@ -264,14 +262,14 @@ class StepProfile:
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Rates of all drives together, and of host memory in addition to drives.
+    """Rates of all drives together, and the rates of host memory if the store also uses host memory.
 
     Attributes:
         write: Bytes written per second.
         read: Bytes read per second.
         capacity: Capacity in bytes; ``None`` for no limit.
         host: Rates of host memory; ``None`` if host memory is not used.
-        host_first: Whether host memory takes writes first.
+        host_first: Whether writes go to host memory before they go to drives.
         is_assumed: Whether the rates are assumed, because no step has measured them.
     """
 
@@ -303,12 +301,12 @@ class Bandwidth:
 
 @dataclass(frozen=True, slots=True)
 class DeviceShare:
-    """Memory of a device that activations cannot use.
+    """Memory of a device, and the parts of this memory that activations cannot use.
 
     Attributes:
         device_bytes: Largest number of bytes that may be allocated on the device.
         base_bytes: Bytes in use before the forward of a step, without gradients.
-        gradient_bytes: Largest number of bytes of gradients, and of frozen weights in use, at one time.
+        gradient_bytes: Largest number of bytes that gradients and frozen weights use at one time.
     """
 
     device_bytes: int
@@ -349,7 +347,7 @@ class Limits:
         written_per_day: Largest number of bytes written to the drives per day.
         device: Device memory from which the budget was derived; ``None`` if the policy sets the budget.
         nets_gradients: Whether activations may use memory that gradients need later. A budget that is derived
-            from a device leaves room for all gradients, but most gradients appear only after activations are
+            from a device leaves room for all gradients. Backward creates most gradients after activations are
             freed.
         is_fit: Whether the policy sets no limit, so that the free memory of the device is the limit.
     """
@@ -391,11 +389,11 @@ class Prediction:
     Attributes:
         seconds: Duration of the step.
         stall_seconds: Seconds in which compute waits for I/O.
-        peak_bytes: Largest number of budget bytes in use, including memory beside activations and the
-            headroom. The number is the activation peak minus the room of gradients that do not exist yet.
+        peak_bytes: Largest use of the budget in bytes, including memory beside activations and the headroom.
+            While gradients do not exist yet, activations may use their memory without using the budget.
         written_bytes: Bytes written to drives.
-        activation_peak: Activation peak in bytes.
-        held_bytes: Largest part of ``peak_bytes`` that is not in flight.
+        activation_peak: Largest use of memory in bytes, including memory beside activations and the headroom.
+        held_bytes: Largest use of the budget in bytes, without bytes in flight.
         forwarded_bytes: Bytes of offloaded layers that backward found in memory.
         sent_bytes: Largest number of bytes that the step may write to drives: the bytes written if backward
             finds no offloaded bytes in memory.

@@ -1,4 +1,4 @@
-"""Classes that apply plans, and replace a plan that a step exceeds."""
+"""Classes that apply plans, derive the memory for activations, and choose which other data is offloaded."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 
 
 class Planning:
-    """The plan in use, and the code that replaces the plan.
+    """The plan in use, which is replaced between steps, or during a step that needs more memory.
 
     Args:
         plan: The plan of the policy.
         layers: Number of each layer in activation keys.
-        capture: The capture, which reports saved tensors of layers, and forgets learned values of layers with
-            a new placement.
-        offloader: The offloader, which applies the in-flight window.
+        capture: The capture hooks. When the placement of a layer changes, the hooks must forget which saved
+            tensors of the layer stay in memory.
+        offloader: The offloader, which gets the in-flight window of each plan.
         probe: Function that measures the store before the first plan, and returns the write and read rates in
             bytes per second.
 
     Attributes:
         plan: The plan in use.
-        controller: The controller, which makes new plans; ``None`` if the session has nothing to decide and
-            measure.
-        chosen: Layers that the controller may recompute.
+        controller: The controller, which makes new plans; ``None`` if no layer is ``auto`` and enough steps
+            were measured for the run log.
+        chosen: Indices of the ``auto`` layers.
         seconds: Seconds that training waited for the controller after the last step; ``None`` without a
             controller.
     """
@@ -91,7 +91,7 @@ class Planning:
     def begin_step(self) -> None:
         """Begin a step.
 
-        If the last step replaced its plan and then failed, use the replaced plan again.
+        If the last step failed after its plan was replaced, use the plan from before the replacement.
         """
         if self.controller is not None:
             self.controller.sizes.begin_step()
@@ -108,12 +108,12 @@ class Planning:
             self._put_in_force(replace(self.plan, window=limits.window))
 
     def leave_if_over_limits(self) -> None:
-        """Replace the plan for the rest of the step if the plan needs more memory than available."""
+        """Replace the plan for the rest of the step if the budget is smaller than when the plan was made."""
         if self.controller is not None and self.has_budget and self._budget < self._made_for:
             self._leave(self.controller)
 
     def leave_if_outgrown(self, layer: int, size: RunSize) -> None:
-        """Replace the plan for the rest of the step if a layer gets a larger input than planned."""
+        """Replace the plan for the rest of the step if a layer run makes the step larger than planned."""
         controller = self.controller
         if controller is not None and not controller.sizes.note(layer, size) and self._outgrown is None:
             self._leave(controller)
@@ -160,8 +160,8 @@ class Planning:
 SECOND = 2
 """Number of the first step whose gradients are counted.
 
-In the first step, the last backward pass before an update is unknown, so no optimizer can free gradients
-during this pass.
+In the first step, the number of backward passes before the update is unknown. Therefore an optimizer cannot
+free gradients during the last backward pass.
 """
 
 
@@ -170,16 +170,17 @@ class Budget:
 
     Args:
         limits: Limits of the policy.
-        planning: The plans and the in-flight window, which keep the limits.
+        planning: The plan in use, which gets the current limits.
         gradients: Counter of the bytes of gradients, and of frozen weights in use.
 
     Attributes:
         limits: The current limits.
         device_bytes: Device memory in bytes from which the limits of each step are derived; ``None`` without
             a device limit.
-        share: Memory of the device that activations cannot use, without states that can be offloaded;
-            ``None`` until measured.
-        extra_bytes: Function that returns the bytes of states on the device that can be offloaded.
+        share: Device memory, and the parts of this memory that activations cannot use; ``None`` until
+            measured. Optimizer states and frozen weights that could be offloaded are not counted.
+        extra_bytes: Function that returns the bytes on the device that could be offloaded: optimizer states
+            and frozen weights.
     """
 
     def __init__(self, limits: Limits, planning: Planning, gradients: LiveBytes) -> None:
@@ -192,9 +193,9 @@ class Budget:
         self._at_begin = 0  # bytes of gradients at the start of the step
 
     def begin_step(self, base_bytes: int | None) -> None:
-        """Update the available memory before forward.
+        """Compute the memory that is available to activations, before forward.
 
-        If the plan needs more memory, replace the plan for this step.
+        If less memory is available than the plan was made for, replace the plan for this step.
 
         Args:
             base_bytes: Bytes in use on the device, without gradients; ``None`` if not measured.
@@ -205,7 +206,7 @@ class Budget:
         self._planning.leave_if_over_limits()
 
     def end_step(self, record: StepRecord) -> None:
-        """Update the limits with the gradients and new states of a step, before the next plan is made."""
+        """Update the limits after a step, with the step's largest gradient bytes and new optimizer states."""
         if record.step == SECOND:
             self._most_gradients = self._at_begin
         self._most_gradients = max(self._most_gradients, record.gradient_peak_bytes or 0)
@@ -253,11 +254,11 @@ class Budget:
 
 
 class Swappable(Protocol):
-    """Data in parts that are offloaded or resident, such as optimizer states and frozen weights.
+    """Optimizer states or frozen weights, divided into parts that are offloaded or stay on the device.
 
     Attributes:
-        what: Name of the parts.
-        slots: Number of offloaded parts for which there is always memory on the device.
+        what: Name of the parts in messages.
+        slots: Number of offloaded parts that are on the device at the same time while they are used.
     """
 
     what: str
@@ -272,20 +273,19 @@ class Swappable(Protocol):
         """Bytes on the device for these parts."""
 
     def arrange(self, offloaded: int) -> None:
-        """Offload the first ``offloaded`` parts from now on, and keep the other parts in memory."""
+        """Offload the first ``offloaded`` parts from now on, and keep the other parts on the device."""
 
 
 class ResidentData:
     """Choice of the optimizer states and frozen weights that stay on the device beside activations.
 
-    All parts are offloaded until the first plan. After the first plan, as many parts as fit are resident. If
-    less memory becomes available, parts are offloaded again at once.
+    Before the first plan, all states and weights are offloaded. After each step under a plan, the class keeps
+    as many states and weights on the device as the remaining memory allows.
 
     Args:
         planning: The plan in use.
         budget: The memory that activations may use.
-        data: Optimizer states and frozen weights from which the class chooses. Earlier items get
-            memory first.
+        data: Optimizer states and frozen weights. Earlier items get memory first.
         chosen: Function that is called with each choice: a line of text, and the entry for the run log.
     """
 
@@ -303,18 +303,17 @@ class ResidentData:
         budget.extra_bytes = self._extra_bytes
 
     def _extra_bytes(self) -> int:
-        """Return the bytes on the device that can be offloaded."""
         extra = sum(each.device_bytes - _on_device(each, len(each.sizes)) for each in self._data)
         return max(extra, 0)
 
     def step_ended(self, record: StepRecord) -> None:
-        """Choose how many parts are resident beside the activations of the next step.
+        """Choose which optimizer states and frozen weights stay on the device in the next step.
 
         Args:
             record: The figures of the last step.
 
         Raises:
-            TransferError: A part cannot be read or written.
+            TransferError: An optimizer state or a frozen weight cannot be read or written.
         """
         share, prediction = self._budget.share, self._planning.plan.prediction
         taken = bytes_taken(record, self._budget.limits) or 0
@@ -351,6 +350,6 @@ class ResidentData:
 
 
 def _on_device(data: Swappable, offloaded: int) -> int:
-    """Return the bytes on the device if ``offloaded`` parts are offloaded."""
+    """Return the bytes on the device if the first ``offloaded`` parts are offloaded."""
     slots = sorted(data.sizes[:offloaded], reverse=True)[: data.slots]
     return sum(data.sizes[offloaded:]) + sum(slots)

@@ -1,9 +1,9 @@
-"""The simulator. The simulator computes the time and the memory of a step under a plan.
+"""Simulator that computes the time and the memory of a step under a plan.
 
-The simulator follows the offloader, with the rules of :mod:`tba_offload.planner.window`. Activations are
-written in the order of saving. The simulator holds back writes for a part of the window, reads ahead in
-backward, and waits when the window is full. Compute is one sequence of slots. Drives have one queue of reads
-and one queue of writes, with constant rates. Host memory in addition to drives has its own two queues.
+The simulator follows the rules of :mod:`tba_offload.planner.window`, like the offloader. Activations are
+written in the order of saving. The activations saved last are not written until the window is full. Backward
+reads activations ahead. Compute is one sequence of slots, and waits when the window is full. Drives have one
+queue of reads and one queue of writes, with constant rates. Host memory has two queues of its own.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 INFINITY = float("inf")
 Scope = tuple[int, int]
-"""Layer and micro-batch."""
+"""Index of a layer, and number of a micro-batch."""
 
 
 def play(profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> Prediction:
     """Simulate one step.
 
     Args:
-        profile: The step.
-        plan: The placement of each layer, and the window.
+        profile: Profile of the step.
+        plan: The placement of each layer, and the in-flight window.
         bandwidth: Rates of the store.
 
     Raises:
@@ -71,7 +71,7 @@ class _Tier(Tier):
 
 
 class LayerUnder(NamedTuple):
-    """A layer under a plan.
+    """Figures of a layer under a placement.
 
     Attributes:
         way: Placement of the layer.
@@ -82,8 +82,8 @@ class LayerUnder(NamedTuple):
         small: Bytes that stay in memory from the start of forward.
         after: Bytes that stay in memory from the end of forward.
         left: Bytes that stay in memory until the end of backward.
-        again: Bytes that the second forward saves.
-        beside: Bytes of other memory during forward and backward.
+        again: Bytes that the layer saves when it is recomputed; 0 without recomputation.
+        beside: Bytes of memory beside activations, in forward and in backward.
     """
 
     way: Placement
@@ -98,7 +98,7 @@ class LayerUnder(NamedTuple):
 
 
 def layer_under(profile: StepProfile, number: int, placement: Placement) -> LayerUnder:
-    """Return a layer of kind ``number`` under a placement."""
+    """Return the figures of a layer of kind ``number`` under a placement."""
     kind, way, layer = profile.kinds[number], placement.as_run, profile.layers.index(number)
     timing, staying = profile.timing(layer, way), kind.staying(way.percent)
     stays = sum(kind.activations[number].nbytes for number in staying)
@@ -330,7 +330,7 @@ class _Step:
         return tier if item.blocks <= tier.room else other
 
     def _settle(self) -> None:
-        """Free the memory of all writes that have ended."""
+        """Free the memory of all activations whose writes have ended."""
         if self._next_written > self._now:
             return
         self._next_written = INFINITY
@@ -413,7 +413,7 @@ class _Step:
 
 
 def _passes(slots: list[Slot]) -> list[int]:
-    """Return how many forward passes have followed a backward, before each backward slot."""
+    """Return, for each backward slot, the number of earlier changes from backward to forward."""
     count, numbers, before = 0, [], False
     for slot in slots:
         count += before and not slot.backward

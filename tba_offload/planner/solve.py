@@ -1,11 +1,11 @@
 """Solver that simulates candidate plans and returns the best plan.
 
 A candidate keeps the last layers, because backward needs the last layers first. Some other layers get a
-placement that spares the drive: these layers are recomputed or partly rebuilt. Sparing layers are spread
+placement that spares the drive: these layers are recomputed or partly rebuilt. The sparing layers are spread
 evenly, so that each sparing layer gives the drive time to transfer another layer. All other layers are
 offloaded. The search tries the number of kept layers and the number of sparing layers on a grid, then on
-finer grids. Each candidate gets the largest in-flight window that fits into the budget, even if the window is
-full when other memory is at its peak.
+finer grids. Each candidate gets the largest in-flight window with which the peak stays within the budget.
+This peak assumes that the window is full when the use of other memory is highest.
 
 The search is deterministic: equal inputs give equal plans.
 """
@@ -52,7 +52,7 @@ FULLER = 1.1
 flight."""
 
 NO_WAIT, NO_SLOWER = 0.01, 0.02
-"""Fractions of a step that count as no wait and as no slowdown, for the objective ``memory``."""
+"""For the objective ``memory``: the largest accepted wait and slowdown, as fractions of a step."""
 
 Score = tuple[float, ...]
 """Score of a plan: bytes over the limits, seconds, written bytes, peak. A smaller score is better."""
@@ -69,7 +69,7 @@ class Case:
         policy: Placement of each layer in the policy. The solver chooses placements for ``auto`` layers.
         objective: Goal of the solver: shortest step, or lowest peak without a longer step.
         not_recomputed: ``auto`` layers that must not be recomputed.
-        highest: Largest allowed activation peak in bytes, in addition to the limits.
+        highest: Largest activation peak in bytes that a plan may have, beside ``limits``.
     """
 
     profile: StepProfile
@@ -101,7 +101,10 @@ class Case:
         return [way for way in WAYS if any(self.allows(layer, way) for layer in free)]
 
     def place(self, choose: Callable[[int], Placement]) -> tuple[Placement, ...]:
-        """Return ``choose(layer)`` for each ``auto`` layer, or ``offload`` if the choice is not allowed."""
+        """Return the placement of each layer.
+
+        An ``auto`` layer gets the placement ``choose(layer)`` if this placement is allowed, else ``offload``.
+        """
 
         def placed(layer: int, wanted: Placement) -> Placement:
             if wanted is not Placement.AUTO:
@@ -116,9 +119,9 @@ class Case:
 
     @property
     def full_planned(self) -> float:
-        """Largest peak in bytes with a full window.
+        """Largest peak in bytes that a plan may have while the in-flight window is full.
 
-        The margin is larger than without a full window, because a full window is never measured.
+        The margin is larger than for other peaks, because the peak with a full window is not measured.
         """
         return math.inf if self.limits.budget is None else (1 - UNMEASURED) * self.limits.budget
 
@@ -145,14 +148,14 @@ class Case:
         return replace(plan, prediction=self.played(plan))
 
     def fits(self, plan: Plan) -> bool:
-        """Return True if a plan stays within the limits, even with a slow drive."""
+        """Return True if a plan stays within the limits, even if a slow drive fills the window."""
         return not self.score(plan, self.played(plan))[0]
 
 
 def solve(case: Case) -> Plan:
     """Return the best plan found, with its prediction.
 
-    The best plan exceeds the limits only if all plans exceed the limits.
+    If no plan stays within the limits, return the plan that exceeds the limits least.
     """
     found = _Search(replace(case, profile=coarse(case.profile))).best()
     plan = case.predicted(found)
@@ -225,7 +228,7 @@ class _Search:
         return self.fitted(plans[max(fitting - 1, 0)])
 
     def best(self) -> Plan:
-        """Return the best plan of all families of candidates."""
+        """Return the best candidate."""
         others = min((OFFLOAD, REMAT), key=lambda way: self._try(self._case.place(lambda _: way)))
         orders = [self._free[::-1]]
         if len(self._case.profile.kinds) > 1:  # which kind is kept first is more important than the position
@@ -303,7 +306,7 @@ def coarse(profile: StepProfile) -> StepProfile:
 
 
 def _with_few_micro_batches(profile: StepProfile) -> StepProfile:
-    """Return a step with only the micro-batches around the time at which most are in progress."""
+    """Return the profile with fewer micro-batches: those that run when most micro-batches are in progress."""
     order = list(dict.fromkeys(slot.micro_batch for slot in profile.slots))
     last = {slot.micro_batch: place for place, slot in enumerate(profile.slots)}
     running: dict[int, None] = {}

@@ -50,7 +50,8 @@ class Situation:
         elsewhere: Layers of other processes, such as other pipeline stages, and their placements.
         run: Measured activation peak in bytes, and seconds of a step of the run; ``None`` if not measured.
         title: Text with the model and the machine.
-        not_recomputed: Layers whose recomputation gave other results, and all layers of the same kind.
+        not_recomputed: Indices of the layers that must not be recomputed. A recomputation of these layers, or
+            of other layers of the same kind, gave other results.
         beside: Bytes on the device beside activations: live bytes before a step, and the largest number of
             gradient bytes at one time; ``None`` if not measured. Offloaded optimizer states are not counted,
             except sub-groups in use.
@@ -75,8 +76,8 @@ class Situation:
             bandwidth: Rates of the drives, which replace the measured rates.
 
         Raises:
-            RunLogError: The run log cannot be read, is the log of one of several ranks, or has no plan or no
-                rates.
+            RunLogError: The run log cannot be read or has no plan, or there is a run log for each of several
+                ranks. The run measured no drive rates, and ``bandwidth`` is ``None``.
             ConfigError: The policy in the run log cannot be read.
         """
         first, *others = paths_of_ranks(path)
@@ -125,7 +126,7 @@ class Situation:
         )
 
     def changed(self, *, layers: int | None = None, drives: float = 1) -> Situation:
-        """Return the situation with another number of layers, or with ``drives`` times the drives."""
+        """Return the situation for another number of layers, or for ``drives`` times as many drives."""
         run = self.run if drives == 1 else None
         situation = replace(self, bandwidth=self.bandwidth.scaled(drives), run=run)
         if layers is None or layers == len(self.names):
@@ -163,8 +164,8 @@ class Situation:
     def case(self, budget: int | None) -> Case:
         """Return the input of the solver, with a budget in bytes. All layers are ``auto``.
 
-        Without a budget, the solver looks for the lowest peak at which training never waits and a step takes
-        no longer than with keep.
+        Without a budget, the solver looks for the lowest peak with two conditions: training never waits for
+        I/O, and a step takes no longer than with placement ``keep``.
         """
         limits = Limits(budget, self.config.budget.window(), self.config.store.write_bytes_per_day)
         objective = Objective.MEMORY if budget is None else Objective.TIME
@@ -174,12 +175,12 @@ class Situation:
     def report(
         self, budget: int | None = None, *, device_bytes: int | None = None, rated: int | None = None
     ) -> tuple[PlanReport, OffloadConfig]:
-        """Return the report on the best plan, and a policy with its placements.
+        """Return the report on the best plan, and a policy with the placements of this plan.
 
         Args:
             budget: Largest activation peak in bytes; ``None`` for no limit.
-            device_bytes: Memory of a device in bytes. The budget is the part of this memory that is left for
-                activations.
+            device_bytes: Memory of a device in bytes. The memory that is left for activations replaces
+                ``budget``.
             rated: Rated writes (TBW) of all drives together, in bytes, if known.
         """
         alone = replace(self, profile=self.profile.without_gradients())
@@ -283,9 +284,9 @@ def stretched(profile: StepProfile, likes: Sequence[int]) -> StepProfile:
 def _as_measured(
     profile: StepProfile, bandwidth: Bandwidth, log: RunLog, event: dict[str, Any]
 ) -> StepProfile:
-    """Return the profile with a headroom from the highest measured peak, if any peak was measured.
+    """Return the profile with the headroom of the highest measured peak, if any peak was measured.
 
-    Only steps under the plan of the event count. Without ``auto`` layers, all steps have this plan.
+    If layers are ``auto``, only steps after the plan event count, because earlier steps had another plan.
     """
     is_fixed = Placement.AUTO not in event["policy"]
     steps = [step for step in log.steps if is_fixed or step.step > event.get("step", 0)] or log.steps
@@ -297,7 +298,7 @@ def _as_measured(
 
 
 def _measured_step(log: RunLog) -> tuple[int, float] | None:
-    """Return the activation peak and the seconds of a step without the update; ``None`` if not measured."""
+    """Return the highest activation peak and the median seconds of a step; ``None`` if not measured."""
     steps = counted_steps(log)
     peaks = [step.activation_peak_bytes for step in steps if step.activation_peak_bytes is not None]
     return (max(peaks), statistics.median(step.seconds for step in timed_steps(steps))) if peaks else None

@@ -1,4 +1,4 @@
-"""The interface of a store: one place outside device memory that keeps bytes.
+"""Interface of a store, which keeps bytes on one drive or in host memory.
 
 A :class:`Store` only moves bytes, with one call for each transfer.
 :class:`tba_offload.store.multi.MultiStore` handles everything that is the same for all stores: threads,
@@ -32,14 +32,14 @@ DRIVE_TIER, HOST_TIER = "drive", "host"
 
 @dataclass(slots=True, eq=False)
 class Extent:
-    """A byte range of one place, with bytes of one storage.
+    """A byte range of a store, which holds the bytes of one storage.
 
     Attributes:
         offset: Start of the range in bytes; a multiple of 4096.
         length: Length of the range in bytes; a multiple of 4096.
         nbytes: Size of the payload in bytes.
         lead: The payload starts at ``offset + lead``. The lead is smaller than the store's alignment.
-        drive: Index of the place in a :class:`tba_offload.store.multi.MultiStore`.
+        drive: Index of the store in a :class:`tba_offload.store.multi.MultiStore`.
         checksum: Checksum of the payload at its last write; ``None`` before the first write, or without
             checksums.
         transfers: Number of queued or running transfers of this extent.
@@ -65,24 +65,24 @@ def round_up(nbytes: int, multiple: int) -> int:
 
 
 class Store(ABC):
-    """One place for bytes outside device memory: a file on one drive, host memory, or a place of your own.
+    """Base class of a store in a file on one drive, in host memory, or of a kind of your own.
 
     A subclass implements :meth:`write` and :meth:`read`. I/O threads call both methods. Several calls may run
     at the same time, each for a different extent. If a write raises ``OSError``, ``MemoryError`` or
-    :class:`tba_offload.StoreError`, the place is out of service for a while. Any other exception is treated
-    as an error of the program.
+    :class:`tba_offload.StoreError`, the store takes no writes for a while. Any other exception is treated as
+    an error of the program.
 
     Attributes:
         kind: Name of this kind of store in a policy.
-        tier: ``"drive"``, or ``"host"`` for host memory that is used together with drives.
-        name: Name of the place in messages.
+        tier: ``"host"`` for host memory, ``"drive"`` for all other stores.
+        name: Name of the store in messages.
         device: The device with the activations.
         alignment: Alignment of transfers without a copy, in bytes; 1 if any address works. The ``lead`` of an
             extent is the address of its payload modulo the alignment.
-        capacity: Largest number of bytes that extents may take; ``None`` if only the size of the place limits
-            them.
+        capacity: Largest number of bytes that extents may take; ``None`` if only the free space of the drive
+            or of the host limits extents.
         threads: Number of threads for each direction; ``None`` for the number in the configuration.
-        checksum: Computes the checksums of :meth:`write` and :meth:`read`.
+        checksum: Object that computes the checksums of :meth:`write` and :meth:`read`.
     """
 
     kind: str
@@ -97,7 +97,7 @@ class Store(ABC):
     @property
     @abstractmethod
     def description(self) -> dict[str, object]:
-        """The store and its I/O path, for the run log, as plain JSON values."""
+        """The kind, the I/O path and the settings of the store, as JSON values for the run log."""
 
     @abstractmethod
     def write(self, extent: Extent, source: ByteRange) -> int | None:
@@ -123,10 +123,9 @@ class Store(ABC):
 
         Args:
             extent: The extent to read from.
-            target: ``extent.nbytes`` bytes in the device's memory. If the alignment is above 1 and
-                ``target.address`` equals ``extent.lead`` modulo the alignment, the read may also overwrite
-                padding around the target. The storage of the target then extends to a multiple of the
-                alignment on both sides.
+            target: ``extent.nbytes`` bytes in the device's memory. If ``target.address`` equals
+                ``extent.lead`` modulo the alignment, the storage of the target extends to a multiple of the
+                alignment on both sides. The read may then overwrite all bytes of the storage.
 
         Returns:
             The checksum of the bytes that were read; ``None`` without checksums.
@@ -156,13 +155,13 @@ class Store(ABC):
 
 
 class Checksum:
-    """Functions that compute the xxh3 checksums of one store, and the processor time of these functions.
+    """Function object that computes the xxh3 checksums of one store.
 
     Args:
         on: Whether to compute checksums.
 
     Attributes:
-        seconds: Processor time of I/O threads so far.
+        seconds: Processor time that I/O threads have spent on checksums so far.
     """
 
     def __init__(self, *, on: bool) -> None:
@@ -188,8 +187,8 @@ class Load(NamedTuple):
     """Transfers of one drive in one direction.
 
     Attributes:
-        nbytes: Bytes that moved.
-        seconds: Time in which at least one transfer moved bytes.
+        nbytes: Number of transferred bytes.
+        seconds: Time during which at least one transfer was running.
     """
 
     nbytes: int
@@ -197,15 +196,15 @@ class Load(NamedTuple):
 
 
 class DriveLoad(NamedTuple):
-    """Transfers and state of one drive, or of the host memory that is used together with drives.
+    """Transfers and state of one drive, or of host memory.
 
     Attributes:
         write: The writes to the drive.
         read: The reads from the drive.
-        tier: ``"drive"`` or ``"host"``. If host memory is the only place, its tier is ``"drive"``.
+        tier: ``"drive"`` or ``"host"``. If a store has only host memory, the tier is ``"drive"``.
         in_service: Whether the drive takes writes; False for a while after a failure.
-        room: Largest number of bytes that the drive can hold: its capacity, or the size at which the drive
-            was full; ``None`` if unknown, and 0 while the drive is out of service.
+        room: Largest number of bytes that the drive can hold: the drive's capacity, or the size at which the
+            drive was full. ``None`` if unknown; 0 while the drive is out of service.
         checksum_seconds: Processor time of I/O threads for checksums.
     """
 
@@ -221,9 +220,9 @@ class Moved(NamedTuple):
     """A transfer that moved bytes.
 
     Attributes:
-        drive: Index of the place.
-        place: Name of the place in messages.
-        writes: Whether this is a write.
+        drive: Index of the store in a :class:`tba_offload.store.multi.MultiStore`.
+        place: Name of the store in messages.
+        writes: True for a write, False for a read.
         thread: Number of the I/O thread, as :func:`threading.get_ident` returns it.
         began: Start of the transfer by :func:`time.perf_counter`, after the wait for the device.
         ended: End of the transfer.
@@ -240,18 +239,18 @@ class Moved(NamedTuple):
 
 
 def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
-    """Close a store and its users at the end of a block.
+    """Call ``close`` at the end of a ``with`` block.
 
-    After an error in the block, warn instead of raising.
+    If the block raised an exception, give a warning instead of raising the errors below.
 
     Args:
         error: The exception of the block; ``None`` if the block raised nothing.
-        close: Closes the store and its users.
+        close: Function that closes the store, or an object that uses the store.
 
     Raises:
-        StoreError: The store cannot be closed, and the block raised nothing.
-        TransferError: Bytes cannot be read back, and the block raised nothing.
-        SessionError: A tensor was changed while its bytes were in the store, and the block raised nothing.
+        StoreError: The store cannot be closed.
+        TransferError: Bytes cannot be read back.
+        SessionError: A tensor was changed while its bytes were in the store.
     """
     try:
         close()

@@ -1,7 +1,7 @@
-"""A check of directories for a store.
+"""Check of directories for a store.
 
-The check shows the I/O path to each directory, the reason for this path, the speed of the path, and possible
-improvements.
+The check reports the I/O path to each directory, the reason for this path, the speed of the path, and
+possible improvements.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     from tba_offload.store.multi import MultiStore
 
 BLOCKS = (256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
-"""Sizes of transfers to compare, typical for activations of small to large models."""
+"""Sizes of transfers in the benchmark, in bytes. Activations of small to large models have these sizes."""
 
 THREADS = (1, 2, 4)
-"""Numbers of threads for each direction to compare."""
+"""Numbers of threads for each direction in the benchmark."""
 
 
 # ---- rates -------------------------------------------------------------------------------------------------
 
 
 class Rates(NamedTuple):
-    """Rates of a store in bytes a second.
+    """Rates of a store in bytes per second.
 
     Attributes:
-        write: Rate of writes alone.
-        read: Rate of reads alone.
-        both: Sum of the rates of writes and reads that run at the same time.
+        write: Rate of writes while no reads run.
+        read: Rate of reads while no writes run.
+        both: Total rate while writes and reads run at the same time.
     """
 
     write: float
@@ -56,12 +56,12 @@ def measure(
 ) -> Rates:
     """Measure the rates of a store, with a constant number of transfers in flight.
 
-    The measurement leaves nothing in the store, and does not change PyTorch's random generators.
+    All extents are freed after the measurement. PyTorch's random generators do not change.
 
     Args:
         store: The store.
         device: The device with the bytes.
-        extent_bytes: Size of a transfer. The default is a typical size of an activation in a large layer.
+        extent_bytes: Size of a transfer in bytes. The default is typical for activations of large layers.
         extents: Number of transfers in flight.
         seconds: Duration of each of the three measurements.
 
@@ -117,8 +117,8 @@ class Location(NamedTuple):
     """The file system of a directory.
 
     Attributes:
-        words: A text with the kernel's name of the file system, the mounted device, and the free space.
-        findings: Reasons why offloading to the directory is unsafe or slow, each with a remedy.
+        words: Text with the kernel's name of the file system, the mounted device, and the free space.
+        findings: Reasons why offloading to the directory is unsafe or uses host memory, with remedies.
     """
 
     words: str
@@ -144,18 +144,19 @@ def location_of(directory: str) -> Location:
 
 
 def examine(directories: Sequence[str], device: Device, *, bench: bool = False) -> dict[str, Any]:
-    """Test the I/O path that a store uses for each directory. No file stays in the directories.
+    """Test the I/O path that a store uses for each directory. The files of the test are removed.
 
     Args:
         directories: One directory for each drive.
         device: The device of the activations.
-        bench: Whether to also measure the rates for several block sizes and numbers of threads. The
-            measurement takes about 15 seconds, and half a GiB in each directory.
+        bench: Whether to also measure the rates for several block sizes and numbers of threads. For each
+            directory, the benchmark takes about 15 seconds and half a GiB.
 
     Returns:
-        JSON values: ``machine``, and for each directory its ``error`` or the entries ``location``, ``store``,
-            ``bytes_per_second`` and ``bench``. ``store`` has the kind and path that ``auto`` chooses, and the
-            reason. ``bench`` has a row for each block size and number of threads.
+        JSON values with the keys ``machine`` and ``directories``. The value for each directory has either
+            ``error``, or ``location``, ``store``, ``bytes_per_second`` and ``bench``. ``store`` has the kind
+            and the path that ``auto`` chooses, and the reason. ``bench`` has a row for each block size and
+            number of threads.
     """
     where = device.torch_device
     machine = {
@@ -194,7 +195,7 @@ def _bench(directory: str, device: Device) -> Iterator[dict[str, Any]]:
 
 
 def lines(findings: dict[str, Any]) -> Iterator[str]:
-    """Yield the findings as lines of text."""
+    """Yield the result of :func:`examine` as lines of text."""
     yield "; ".join(f"{name} {value or 'not found'}" for name, value in findings["machine"].items())
     for directory, found in findings["directories"].items():
         yield visible(directory)

@@ -1,10 +1,10 @@
-"""The free byte ranges of one place, in one sorted list.
+"""Allocator of byte ranges in one store, with a sorted list of the free ranges.
 
-Allocation is first fit: the free range with the lowest offset is used first. Each step therefore uses the
-same blocks again, and the file does not grow from step to step. If extents of at most m blocks take at most n
-bytes at the same time, the file needs at most H(m) / ln 2 x n bytes. H(m) is the m-th harmonic number
-(Robson, "Worst case fragmentation of first fit and best fit storage allocation strategies", The Computer
-Journal, 1977).
+Allocation is first fit: of all free ranges that are long enough, the range with the lowest offset is used.
+Each step therefore uses the same blocks again, and the file does not grow from step to step. If extents of at
+most m blocks take at most n bytes at the same time, the file needs at most H(m) / ln 2 x n bytes. H(m) is the
+m-th harmonic number (Robson, "Worst case fragmentation of first fit and best fit storage allocation
+strategies", The Computer Journal, 1977).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _ENDLESS = sys.maxsize // BLOCK * BLOCK
 
 
 class Extents:
-    """An allocator of disjoint extents in [0, capacity). The owner of the allocator locks every call.
+    """Allocator of disjoint extents in [0, capacity). The caller of each method must hold a lock.
 
     Args:
         capacity: Largest number of bytes that extents may take, rounded down to whole blocks; ``None`` for no
             limit.
 
     Attributes:
-        capacity: As given.
+        capacity: The argument ``capacity``.
         used: Number of bytes that extents occupy now.
     """
 
@@ -43,7 +43,7 @@ class Extents:
         self._free: list[tuple[int, int]] = [(0, self._end)]  # (start, end), sorted, never touching
 
     def take_high_water(self) -> int:
-        """Return the largest end of an extent since the last call, in bytes."""
+        """Return the highest end offset of the extents since the last call, in bytes."""
         high_water = self._high_water
         start, end = self._free[-1] if self._free else (self._end, self._end)
         self._high_water = start if end == self._end else self._end

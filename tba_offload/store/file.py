@@ -1,15 +1,15 @@
 """A store in one unlinked file on one drive, with direct I/O if the file system allows direct I/O.
 
-Direct I/O needs addresses, offsets and lengths that are multiples of the drive's block. PyTorch aligns memory
-on the CPU to 64 bytes only. The first and last blocks of a storage may therefore extend beyond the storage.
-The first and last blocks are still in mapped memory, because a block is no larger than a page. A write
-without a copy starts at the storage's address rounded down to a block, and ends at its end address rounded up
-to a block. The ``lead`` of an extent is the distance from the start of the write to the payload. A read
-without a copy is possible if its target has the same lead and owns the first and last block.
+Direct I/O needs addresses, offsets and lengths that are multiples of the drive's block size. PyTorch aligns
+memory on the CPU to 64 bytes only. A write without a copy therefore starts at the storage's address rounded
+down to a block, and ends at the storage's end address rounded up to a block. The additional bytes are in
+mapped memory, because a block is no larger than a page. The ``lead`` of an extent is the distance from the
+start of the write to the payload. A read without a copy is possible if the target has the same lead, and if
+the target's storage contains the whole first and last block.
 
-All other bytes are copied through a staging slab: bytes on a GPU, targets with another lead, and sources
-whose blocks the drive checksums. If the drive checksums blocks, the bytes next to the payload must not change
-during the write.
+In three cases, bytes are copied through a staging slab: the bytes are on a GPU, a target has another lead, or
+the drive computes checksums of blocks. A drive with checksums requires that the bytes next to the payload do
+not change during the write.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ _SMALL_BLOCKS, _KEEPS_DIRECT = (512, BLOCK), ("ext4", "xfs")
 
 
 class FileStore(Store):
-    """A store in one open file without a name, which system calls write and read.
+    """A store in one unlinked file, which system calls write and read.
 
-    The file and its own directory have names only while they are created. The kernel frees the blocks of the
-    file when the last descriptor is closed, even if the process is killed.
+    The file is unlinked as soon as it is created. The kernel frees the blocks of the file when the last
+    descriptor is closed, even if the process is killed.
 
     Args:
         directory: An existing directory in which to create the file.
         device: The device with the activations.
-        capacity: Largest size of the file in bytes. The default is all free space except a reserve for other
-            files, such as checkpoints. The reserve is a twentieth of the file system, and at least 1 GiB.
+        capacity: Largest size of the file in bytes. By default, the file leaves a twentieth of the file
+            system free for other files, such as checkpoints, and at least 1 GiB.
         checksum: Whether to compute checksums.
         slabs: Number of staging slabs, one for each I/O thread. For a GPU, the slabs are pinned when the
             store is opened, because pinning memory inside a step would block the device.
@@ -70,8 +70,9 @@ class FileStore(Store):
         fd: The file descriptor.
         size: Size of the file in bytes.
         mount: The mount of the file's file system.
-        block: Addresses and lengths of transfers are multiples of this number of bytes.
-        path: The I/O path.
+        block: Block size in bytes. Addresses and lengths of transfers are multiples of ``block``.
+        path: Name of the I/O path: ``"O_DIRECT"`` or ``"buffered"``.
+        reason: Why the file does not use the fastest path; ``None`` if the path is the fastest.
 
     Raises:
         StoreError: The directory cannot be used, or other users could tamper with its path.
@@ -100,7 +101,7 @@ class FileStore(Store):
 
     @property
     def description(self) -> dict[str, object]:
-        """Kind, directory, I/O path and its reason, file system, alignment, capacity and checksum."""
+        """The kind, the I/O path and the settings of the store, as JSON values for the run log."""
         return {
             "kind": self.kind,
             "directory": self.name,
@@ -148,10 +149,10 @@ class FileStore(Store):
     def _pieces(
         self, extent: Extent, memory: ByteRange, span: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int, int]]:
-        """Split an extent into parts that fit into a staging slab. Each running transfer has its own slab.
+        """Split an extent into pieces that fit into a staging slab. Each running transfer has its own slab.
 
         Yields:
-            The payload in the slab and in memory; the address, length and file offset of the I/O call.
+            The piece in the slab and in memory, and the address, length and file offset of the I/O call.
         """
         try:
             slab = self._slabs.pop()
@@ -187,9 +188,7 @@ class FileStore(Store):
             raise ShortTransferError(errno.EIO, f"{what}: {why}; check the system log", self.name)
 
     def grow(self, end: int) -> None:
-        """Make the file at least ``end`` bytes long.
-
-        Allocate the blocks of the file, if the file system supports allocation.
+        """Make the file at least ``end`` bytes long, and allocate its blocks if the file system can.
 
         Raises:
             StoreFullError: There is no room. The length of the file is unchanged.
@@ -219,9 +218,9 @@ class FileStore(Store):
         self.size = size
 
     def shrink(self, end: int) -> None:
-        """Free the blocks beyond ``end``, a multiple of 4096.
+        """Free the blocks from offset ``end``, a multiple of 4096.
 
-        Ignore errors, because the next write fails if the drive fails.
+        Errors are ignored, because the next write reports a failed drive.
         """
         if end < self.size:
             with suppress(OSError):
@@ -239,10 +238,10 @@ class FileStore(Store):
         self._slabs.clear()
 
     def abandon(self) -> None:
-        """Close each descriptor of the file in a forked child. An open descriptor would keep the disk space.
+        """Close the file in a forked child, because an open descriptor would keep the disk space.
 
-        A library may have opened the file a second time. The slabs are not freed, because freeing pinned
-        memory would call the driver.
+        All descriptors of the file are closed, because a library may have opened the file a second time. The
+        slabs are not freed, because freeing pinned memory would call the driver.
         """
         never_freed(self._slabs)
         own = os.fstat(self.fd)
@@ -270,10 +269,10 @@ class FileStore(Store):
                 raise
 
     def _check_own(self, run: os.stat_result, file: os.stat_result) -> None:
-        """Check that the directory is the one that was created, and that other users cannot read the file.
+        """Check that no other user owns the new directory, and that other users cannot read the file.
 
-        A file server may give all files an owner that is not the user of this process. The directory is
-        therefore our own if it has the same owner as the new file.
+        The owner of the directory is compared with the owner of the new file, because a file server may give
+        all files an owner that is not the user of this process.
         """
         mode = (run.st_mode | file.st_mode) & 0o777
         if run.st_uid != file.st_uid or mode & 0o077:
@@ -290,9 +289,9 @@ class FileStore(Store):
             self._run.rmdir()
 
     def start(self) -> None:
-        """Use direct I/O with the smallest block that the file system can write and read.
+        """Choose the I/O path: direct I/O with the smallest possible block, or buffered I/O.
 
-        ``start`` is called once, while the file still has its name.
+        This method is called once, before the file is unlinked.
         """
         self._stable_pages = posix.needs_stable_pages(self.fd)
         flags, memory = fcntl.fcntl(self.fd, fcntl.F_GETFL), memoryview(mmap.mmap(-1, BLOCK))
@@ -334,11 +333,11 @@ def opened_directory(path: str) -> Iterator[int]:
     """Open a directory, for use as ``dir_fd``.
 
     Symbolic links are followed, except links of other users in directories that everybody may write to. A
-    missing directory is not created, because its path may have a typing error, or its drive may not be
-    mounted. If the drive is not mounted, the files would fill the system's disk.
+    missing directory is not created, because the path may be misspelled, or the drive may not be mounted.
+    Without the drive, the files would fill the system's disk.
 
     Raises:
-        StoreError: The directory cannot be used, or the block raised an ``OSError``.
+        StoreError: The directory cannot be used, or the ``with`` block raised an ``OSError``.
     """
     try:
         fd = _open_directory(path)

@@ -1,20 +1,20 @@
 """A store in one unlinked file that GPUDirect Storage writes and reads.
 
-No other module uses kvikio. The path of a transfer depends on the machine. With the nvidia-fs driver, or with
-PCIe peer-to-peer, the bytes never touch the host. Without nvidia-fs and PCIe peer-to-peer, the bytes pass
-through host memory. :attr:`GdsStore.path` is the name of the path. If cuFile does not accept a file at all,
-opening the store raises an error, because :class:`tba_offload.store.file.FileStore` moves bytes through the
-host faster than kvikio does.
+The path of a transfer depends on the machine. With the nvidia-fs driver or with PCIe peer-to-peer, bytes move
+directly between GPU and drive. On other machines, cuFile copies the bytes through host memory.
+:attr:`GdsStore.path` is the name of the path. If cuFile does not accept the file, opening the store raises an
+error. kvikio could then use its own copy through host memory, but
+:class:`tba_offload.store.file.FileStore` is faster.
 
-Transfers use cuFile's own calls, which wait for no CUDA stream. Before a transfer, the I/O thread waits for
-the producer of the bytes. kvikio's ``pread``, ``pwrite``, ``raw_read`` and ``raw_write`` wait for all work on
-CUDA's default stream, which PyTorch uses by default. ``raw_read_async`` and ``raw_write_async`` take a
-stream, but also wait for the default stream unless cuFile has a configuration file. ``raw_read_async`` and
-``raw_write_async`` also copy with kernels, which take multiprocessors from training. kvikio is used to find
-the cuFile library and its driver, and to check whether the machine has what cuFile needs.
+Transfers call cuFile directly, because these calls wait for no CUDA stream. Before a transfer, the I/O thread
+waits for the kernel that computes the bytes. kvikio's ``pread``, ``pwrite``, ``raw_read`` and ``raw_write``
+wait for all work on CUDA's default stream, which PyTorch uses by default. kvikio's ``raw_read_async`` and
+``raw_write_async`` also wait for the default stream unless cuFile has a configuration file. These two
+functions also copy with kernels, which take multiprocessors from training. kvikio is used only to find the
+cuFile library, and to check that the machine meets the requirements of cuFile.
 
 No memory is registered with cuFile. Registration makes transfers faster only if the same buffer is used many
-times, but PyTorch's caching allocator places each tensor elsewhere.
+times, but PyTorch's caching allocator gives each tensor another address.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
     from tba_offload.store.base import Extent
 
 NVIDIA_FS = Path("/proc/driver/nvidia-fs/stats")
-"""A file that exists if the nvidia-fs driver is loaded."""
+"""File that exists if the nvidia-fs driver is loaded."""
 
 UDEV = Path("/run/udev")
-"""The directory in which cuFile looks for drives. Without this directory, kvikio does not use cuFile."""
+"""Directory in which cuFile looks for drives. Without this directory, kvikio does not use cuFile."""
 
 
 class GdsStore(FileStore):
     """A store in one unlinked file that cuFile writes and reads.
 
-    When the store is opened, one block is written and read back, because cuFile may accept a file but refuse
-    its transfers. The first transfer of cuFile also allocates memory, which must not happen inside a step.
+    When the store is opened, one block is written and read back. This test has two reasons: cuFile may accept
+    a file but refuse transfers, and the first transfer allocates memory, which must not happen inside a step.
     Checksums are computed on the device.
 
     Args:
@@ -59,14 +59,14 @@ class GdsStore(FileStore):
 
     Raises:
         StoreError: The directory cannot be used, or cuFile does not accept files in the directory.
-        MissingDependencyError: kvikio, or a library that it needs, is missing.
+        MissingDependencyError: kvikio is missing, or a library that kvikio needs is missing.
     """
 
     kind = "gds"
     _cufile: Any = None
 
     def start(self) -> None:
-        """Register the file with cuFile, which opens files by name. Write one block and read it back."""
+        """Register the file with cuFile, and test the store with one block."""
         kvikio = import_kvikio()
         if kvikio.defaults.is_compat_mode_preferred():
             why = f"KVIKIO_COMPAT_MODE is ON, libcufile is not found, or the container has no {UDEV}"
@@ -110,7 +110,7 @@ class GdsStore(FileStore):
         return StoreError(errno.EOPNOTSUPP, text, self.name)
 
     def close(self) -> None:
-        """Deregister the file from cuFile, and free the blocks."""
+        """Deregister the file from cuFile, and free the file's blocks."""
         if self._cufile is not None:
             self._cufile.close()
         super().close()
@@ -120,10 +120,10 @@ class GdsStore(FileStore):
 
 
 def import_kvikio() -> Any:
-    """Import kvikio. The cuFile library is loaded later.
+    """Import kvikio, without loading the cuFile library.
 
     Raises:
-        MissingDependencyError: kvikio is not installed, or a library that it needs is missing.
+        MissingDependencyError: kvikio is not installed, or a library that kvikio needs is missing.
     """
     try:
         import kvikio
@@ -136,7 +136,7 @@ def import_kvikio() -> Any:
 
 
 def _path_of(kvikio: Any) -> tuple[str, str | None]:
-    """Return the path of the bytes of a registered file, and the reason if it is not the direct path."""
+    """Return the name of the I/O path, and why the path is not GDS; ``None`` for GDS."""
     if not kvikio.cufile_driver.get("is_gds_available"):
         return "cuFile compatibility", "the nvidia-fs driver is not loaded, so bytes pass through host memory"
     if NVIDIA_FS.exists():
@@ -169,10 +169,10 @@ def _library() -> ctypes.CDLL:
 
 
 class CuFile:
-    """A file registered with cuFile. A transfer has ended when its call returns. Calls release the GIL.
+    """A file that is registered with cuFile. The calls of this class block, and release the GIL.
 
     Args:
-        fd: A descriptor of the file. The file must still have its name, because cuFile opens files by name.
+        fd: Descriptor of a file that is not yet unlinked, because cuFile opens files by name.
 
     Raises:
         OSError: The cuFile library is missing, or cuFile does not accept the file.
@@ -189,7 +189,7 @@ class CuFile:
             raise _failure(status.error)
 
     def write(self, _: int, address: int, nbytes: int, offset: int) -> int:
-        """Write bytes of the device's memory; return the number of bytes written.
+        """Write bytes from the device's memory, and return the number of bytes written.
 
         Raises:
             OSError: The write failed.
@@ -197,7 +197,7 @@ class CuFile:
         return _moved(self._library.cuFileWrite(self._handle, address, nbytes, offset, 0))
 
     def read(self, _: int, address: int, nbytes: int, offset: int) -> int:
-        """Read bytes into the device's memory; return the number of bytes read.
+        """Read bytes into the device's memory, and return the number of bytes read.
 
         Raises:
             OSError: The read failed.

@@ -1,7 +1,6 @@
-"""Extents in host memory. The memory is pinned if the device is an accelerator.
+"""Store in host memory. The memory is pinned if the device is an accelerator.
 
-Extents in host memory have no checksums, because checksums protect against errors of drives, drivers and file
-systems.
+The store computes no checksums, because checksums protect against errors of drives, drivers and file systems.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ SLAB_BYTES = 64 << 20
 
 
 class HostStore(Store):
-    """Host memory in slabs that together form one range of bytes.
+    """A store in slabs of host memory, which together form one range of bytes.
 
     Slabs are large, because pinning each slab blocks the device. If memory is pinned and the capacity is
-    limited, all slabs are pinned at once. Memory that cannot be pinned is pageable.
+    limited, all slabs are pinned when the store is opened. Memory that cannot be pinned is pageable.
 
     Args:
         device: The device with the activations.
-        capacity: Largest number of bytes that extents may take; ``None`` if only the memory of the host
-            limits them.
+        capacity: Largest number of bytes that extents may take; ``None`` if only the free host memory limits
+            extents.
         slab_bytes: Bytes by which the store grows; a multiple of 4096.
 
     Raises:
@@ -58,7 +57,7 @@ class HostStore(Store):
 
     @property
     def description(self) -> dict[str, object]:
-        """Kind of store, kind of memory, and capacity. There are no checksums."""
+        """The kind of store, the kind of memory and the capacity, as JSON values for the run log."""
         how = "pageable " if self.device.refuses_pinning else "pinned " if self.device.pins_memory else ""
         return {
             "kind": self.kind,
@@ -69,7 +68,7 @@ class HostStore(Store):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that the store takes now."""
+        """Bytes of host memory in all slabs."""
         return sum(slab.numel() for slab in self._slabs)
 
     def write(self, extent: Extent, source: ByteRange) -> None:
@@ -83,7 +82,7 @@ class HostStore(Store):
             self.device.copy(data, part, READY)
 
     def _parts(self, extent: Extent, memory: ByteRange) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the parts of slabs that make up an extent, each with the matching part of the memory."""
+        """Yield the slices of slabs that make up an extent, each with the matching slice of ``memory``."""
         data, at = memory.tensor(), 0
         while at < extent.nbytes:
             index, start = divmod(extent.offset + at, self._slab_bytes)
@@ -109,7 +108,7 @@ class HostStore(Store):
                 raise StoreFullError(errno.ENOMEM, f"{what}; {remedy}", self.name) from error
 
     def shrink(self, end: int) -> None:
-        """Free slabs beyond ``end``.
+        """Free the slabs from offset ``end``.
 
         Pinned slabs are not freed, because pinning new slabs would block the device.
         """
@@ -121,14 +120,14 @@ class HostStore(Store):
         self._slabs.clear()
 
     def abandon(self) -> None:
-        """Never free the slabs in a forked child, because freeing pinned memory would call the driver."""
+        """Leak the slabs in a forked child, because freeing pinned memory would call the driver."""
         never_freed(self._slabs)
 
 
 def _check_free(nbytes: int) -> None:
-    """Check that host memory is free.
+    """Check that ``nbytes`` bytes of host memory are free.
 
-    Linux would allocate more bytes than are free, and kill the process when it uses these bytes.
+    Linux may allocate more bytes than are free, and kill the process when the process uses the bytes.
     """
     if nbytes > (free := available_bytes(torch.device("cpu"))):
         raise MemoryError(f"{free} bytes are free")

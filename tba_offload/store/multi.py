@@ -1,7 +1,7 @@
-"""One store over several places: drives, and host memory that is used together with drives.
+"""A store that combines several drives, and host memory if requested.
 
-:meth:`MultiStore.write` and :meth:`MultiStore.read` queue transfers. ``_run`` runs one transfer on an I/O
-thread.
+:meth:`MultiStore.write` and :meth:`MultiStore.read` queue transfers. ``MultiStore._run`` runs one transfer on
+an I/O thread.
 """
 
 from __future__ import annotations
@@ -45,38 +45,37 @@ if TYPE_CHECKING:
     from tba_offload.store.pool import Transfer
 
 WARN_AFTER = 0.1
-"""Share of the time limit after which a warning names a place that does not answer."""
+"""Fraction of the time limit after which a warning names a drive that does not answer."""
 
 
 class MultiStore:
-    """One store over several places. Each place has its own threads, extents, load and health.
+    """A store that combines several stores. Each store has its own threads, extents, load and health.
 
-    A write goes to one place that is in service and has room. If there are drives and host memory,
-    :func:`tba_offload.planner.window.is_for_host` chooses between drives and host memory. If drives come
-    first, host memory takes a write if the drives have more than ``spill_bytes`` left to write (the rule of
-    TERAIO), or have no room. Among several drives, the write goes to the drive with the shortest estimated
-    time. The estimate counts the bytes that a drive holds and the bytes that are queued for the drive. If a
-    write fails, its place takes no writes for a pause. After the pause, one write tries the place again. Each
-    failure doubles the pause. Queued writes to a failed place end with the error of the place. A write to a
-    full place fails when the place has to grow.
+    A write goes to one store, which takes writes and has room. If there are drives and host memory,
+    :func:`tba_offload.planner.window.is_for_host` chooses between drives and host memory. Among several
+    drives, the write goes to the drive with the shortest estimated time. The estimate counts the bytes that a
+    drive holds and the bytes that are queued for the drive.
+
+    If a write fails, its drive takes no writes for a pause, and all queued writes to the drive fail. After
+    the pause, one write tries the drive again. Each failure doubles the pause. A write to a full drive fails
+    when the drive has to grow.
 
     Args:
-        stores: At least one place. Closing this store closes all places. If the first place is host memory,
-            host memory takes writes first.
-        readers: Number of threads that read, for each place that does not set its own number.
-        writers: Number of threads that write, for each place that does not set its own number.
-        stall_seconds: Time limit in seconds for the answer of a place, after which a wait raises an error;
+        stores: At least one store. Closing the :class:`MultiStore` closes all stores. If the first store is
+            host memory, writes go to host memory first.
+        readers: Number of threads that read, for each store that does not set its own number.
+        writers: Number of threads that write, for each store that does not set its own number.
+        stall_seconds: Time limit in seconds for the answer of a drive, after which a wait raises an error;
             ``None`` for no limit.
 
     Attributes:
-        completed: Queue that gets each ended transfer, on its I/O thread; ``None`` if unused.
-        stall_seconds: As given; infinite if there is no limit.
-        spill_bytes: Number of bytes left to write above which drives or host memory count as late; may be set
-            at any time.
-        alignment: The largest alignment of the places, which is valid for all places.
-        kind: Kinds of the places.
-        beside: Index of the host memory that is used together with drives; ``None`` without drives or host
-            memory.
+        completed: Queue to which I/O threads append each ended transfer; ``None`` if unused.
+        stall_seconds: The argument ``stall_seconds``; infinite if there is no limit.
+        spill_bytes: If more bytes than this number wait for drives, writes go to host memory. If writes go to
+            host memory first, the same number limits the bytes that wait for host memory.
+        alignment: The largest alignment of the stores, which is valid for all stores.
+        kind: Kinds of the stores.
+        beside: Index of the host memory if there are both drives and host memory, else ``None``.
 
     Raises:
         RuntimeError: The process cannot start more threads.
@@ -111,9 +110,9 @@ class MultiStore:
     # ---- transfers -------------------------------------------------------------------------------
 
     def write(self, transfers: Sequence[Transfer]) -> None:
-        """Queue writes to their extents, or to new extents that the I/O threads reserve.
+        """Queue writes. I/O threads reserve an extent for each write that has no extent.
 
-        If no place accepts a write, the write fails immediately with an error.
+        If no drive accepts a write, the write fails immediately.
 
         Raises:
             SessionError: The store is closed, or this is a forked child.
@@ -121,7 +120,7 @@ class MultiStore:
         self._queue(transfers, writes=True)
 
     def read(self, transfers: Sequence[Transfer]) -> None:
-        """Queue reads from their extents. Several reads of one extent may overlap.
+        """Queue reads. Several reads of one extent may run at the same time.
 
         Raises:
             SessionError: The store is closed, or this is a forked child.
@@ -214,7 +213,7 @@ class MultiStore:
         Raises:
             StoreError: The transfer failed, or was cancelled (``errno.ECANCELED``). Each call raises a new
                 error object.
-            HangingError: The place has not answered for ``stall_seconds``, and takes no writes for a while.
+            HangingError: The drive has not answered for ``stall_seconds``, and takes no writes for a while.
         """
         limit = self.stall_seconds
         with suppress(RuntimeError):  # the device failed, and the transfer will end with this error
@@ -240,7 +239,7 @@ class MultiStore:
     # ---- places; the lock is held ----------------------------------------------------------------
 
     def _choose(self, nbytes: int) -> Place | None:
-        """Return the place for a new extent; ``None`` if no place takes it."""
+        """Return the place for a new extent; ``None`` if no place accepts the extent."""
         able = [place for place in self._places if place.takes(nbytes)]
         if not able:
             return None
@@ -262,7 +261,7 @@ class MultiStore:
         return Tier(*map(sum, zip(*loads, strict=True)))
 
     def _refusal(self, nbytes: int) -> StoreError:
-        """Return the error of a write that no place takes."""
+        """Return the error of a write that no place accepts."""
         reasons = "; ".join(
             f"{place.store.name}: {place.cause or f'{place.extents.used} of {place.limit} bytes are taken'}"
             for place in self._places
@@ -285,7 +284,7 @@ class MultiStore:
                 place.extents.release(extent)
 
     def _end(self, transfer: Transfer, place: Place, error: StoreError | None, *, is_new: bool) -> None:
-        """Update the state after a transfer has run. Keep a new extent if bytes were written to it."""
+        """Update the state after a transfer has run. After a failed write, free the new extent."""
         extent = transfer.extent
         if error is None:
             if transfer.is_write:
@@ -304,10 +303,7 @@ class MultiStore:
             transfer.extent = None
 
     def _leave_alone(self, place: Place, error: BaseException) -> None:
-        """Take a failed place out of service.
-
-        End its queued writes, because each queued write would time out.
-        """
+        """Accept no writes to a failed place, and end its queued writes, because each would time out."""
         cause = str(error)  # the error object may refer to frames and their memory
         if place.cause is None:
             self._outages.append((place.store.name, cause))
@@ -321,7 +317,7 @@ class MultiStore:
     # ---- extents and steps -----------------------------------------------------------------------
 
     def release(self, extent: Extent) -> None:
-        """Free an extent, on any thread. A busy extent is freed when its last transfer ends.
+        """Free an extent, on any thread. If a transfer uses the extent, free the extent after the transfer.
 
         Raises:
             ValueError: The extent is already free.
@@ -332,10 +328,10 @@ class MultiStore:
                 self._places[extent.drive].extents.release(extent)
 
     def reset(self) -> None:
-        """Discard all transfers and extents, for example of an interrupted step.
+        """Discard all transfers and extents, for example after an interrupted step.
 
-        Cancel queued transfers, and wait for running transfers. A place that does not answer within
-        ``stall_seconds`` takes no more writes, because a hanging transfer may still write to the place.
+        Cancel queued transfers, and wait for running transfers. A drive that does not answer within
+        ``stall_seconds`` takes no more writes, because a hanging transfer may still write to the drive.
         """
         self._settle()
         with self._lock:
@@ -345,7 +341,7 @@ class MultiStore:
                 place.pending = place.unreserved = 0
 
     def trim(self) -> None:
-        """At the end of a step, free room that the last steps did not need."""
+        """Free room that the last steps did not need. Call this method at the end of a step."""
         for place in self._places:
             place.trim(self._lock)
         if self.beside == 0:
@@ -354,7 +350,7 @@ class MultiStore:
 
     @property
     def description(self) -> dict[str, object]:
-        """The places and their I/O paths, for the run log, as plain JSON values."""
+        """The kinds, the I/O paths and the settings of the stores, as JSON values for the run log."""
         stores = [place.store.description for place in self._places]
         if len(stores) == 1:
             return stores[0]
@@ -365,11 +361,11 @@ class MultiStore:
     # ---- drives: load and health -----------------------------------------------------------------
 
     def place(self, extent: Extent) -> str:
-        """Return the name of an extent's place. The name of a drive is its directory."""
+        """Return the directory that holds an extent, or ``host memory``."""
         return self._places[extent.drive].store.name
 
     def watch_moves(self, seen: Callable[[Moved], object] | None) -> None:
-        """Call a function after each transfer that moved bytes, on its I/O thread.
+        """Let I/O threads call a function after each transfer that moved bytes.
 
         Args:
             seen: The function, which must not raise; ``None`` to end the calls.
@@ -377,25 +373,22 @@ class MultiStore:
         self._seen = seen
 
     def take_loads(self) -> list[DriveLoad]:
-        """Return the load of each place since the last call."""
+        """Return the load of each drive and of host memory since the last call."""
         with self._lock:
             return [place.take_load(is_beside=self.beside is not None) for place in self._places]
 
     def take_outages(self) -> list[tuple[str, str]]:
-        """Return the places that went out of service since the last call: the name and the cause for each."""
+        """Return the name of each drive that failed since the last call, with the cause."""
         outages, self._outages = self._outages, []
         return outages
 
     def suspend(self, extent: Extent, cause: BaseException) -> None:
-        """Take the place of an extent out of service, because repeated reads from it failed."""
+        """Accept no writes to the drive of an extent for a while, because repeated reads failed."""
         with self._lock:
             self._leave_alone(self._places[extent.drive], cause)
 
     def resume(self) -> None:
-        """Put all places that answer back in service.
-
-        The next write to a place shows whether the place works.
-        """
+        """Accept writes to all drives again, except to drives that do not answer."""
         with self._lock:
             for place in self._places:
                 place.resume()
@@ -408,8 +401,8 @@ class MultiStore:
         Later calls of this method do nothing.
 
         Raises:
-            HangingError: A place does not answer. The threads, memory and file of the place stay until the
-                process ends.
+            HangingError: A drive does not answer. The drive's threads, memory and file stay until the process
+                ends.
         """
         if self._unusable:
             return
@@ -423,7 +416,7 @@ class MultiStore:
             raise _hanging(f"no answer from {hanging}: threads, memory and files stay until the process ends")
 
     def abandon(self) -> None:
-        """Make the store unusable in a forked child, and close its descriptors there."""
+        """Make the store unusable in a forked child, and close the child's descriptors."""
         self._unusable = (
             "was opened before this process was forked. Only the parent process can use the store"
         )

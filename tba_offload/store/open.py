@@ -1,4 +1,4 @@
-"""Functions that open the store of a policy: a place on each drive, and host memory if requested."""
+"""Functions that open the store of a policy: a store for each drive, and host memory if requested."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def open_store(config: StoreConfig | None = None, *, device: Device, **settings:
     """Open a store.
 
     Args:
-        config: The store to open.
+        config: Settings of the store.
         device: The device with the activations.
-        settings: Settings of a :class:`tba_offload.StoreConfig`, such as ``kind``, ``directories`` and
-            ``capacity``. ``settings`` are used if there is no ``config``.
+        settings: Arguments of :class:`tba_offload.StoreConfig`, such as ``kind``, ``directories`` and
+            ``capacity``. The arguments have no effect if ``config`` is given.
 
     Raises:
         ConfigError: A setting is wrong.
@@ -62,7 +62,6 @@ def open_store(config: StoreConfig | None = None, *, device: Device, **settings:
 
 
 def _places(config: StoreConfig, device: Device) -> Iterator[Store]:
-    """Open the places one after the other."""
     if config.kind == "host":
         yield HostStore(device=device, capacity=config.capacity)
     elif (opener := _openers.get(config.kind)) is not None:
@@ -77,7 +76,7 @@ def _places(config: StoreConfig, device: Device) -> Iterator[Store]:
 
 
 def _open_drive(directory: str, config: StoreConfig, device: Device) -> Store:
-    """Return the store on one drive. ``auto`` means ``file`` if cuFile accepts no files in the directory."""
+    """Return the store on one drive. If cuFile cannot use the directory, ``auto`` means ``file``."""
     share = None if config.capacity is None else config.capacity // len(config.directories)
     settings: dict[str, Any] = {"device": device, "capacity": share, "checksum": config.checksum}
     why = None  # a file may already be the best path
@@ -96,7 +95,7 @@ def _open_drive(directory: str, config: StoreConfig, device: Device) -> Store:
 
 
 def threads_per_direction() -> int:
-    """Return the number of threads for each drive and direction.
+    """Return the default number of I/O threads for each drive and direction.
 
     Two threads use the full bandwidth between an H200 and host memory. On a machine with two cores or fewer,
     one thread is as fast.
@@ -105,7 +104,7 @@ def threads_per_direction() -> int:
 
 
 def temporary_directory() -> str:
-    """Return the directory for temporary files. Warn if the environment names an unusable directory."""
+    """Return the directory for temporary files. Warn if ``TMPDIR`` names an unusable directory."""
     found = tempfile.gettempdir()
     named = os.environ.get("TMPDIR") or os.environ.get("TEMP") or os.environ.get("TMP")
     if named and not os.access(named, os.W_OK | os.X_OK):
@@ -116,7 +115,7 @@ def temporary_directory() -> str:
 
 
 def saves_nothing(config: StoreConfig) -> str | None:
-    """Return why offloading frees no memory of a model on the CPU; ``None`` if it frees memory."""
+    """Return why offloading frees no memory if the model is on the CPU; ``None`` if memory is freed."""
     remedy = "choose a directory on a drive"
     if config.kind == "host":
         return f"kind: host moves activations from host memory to host memory; {remedy}, with kind: file"
@@ -136,10 +135,9 @@ def register_kind(kind: str, opener: Opener) -> None:
 
     Args:
         kind: The name.
-        opener: Function with two arguments: a :class:`tba_offload.StoreConfig`, in which directories and
-            numbers of threads are set, and ``device=``, the :class:`tba_offload.device.Device` of the
-            activations. The function returns a new :class:`tba_offload.store.base.Store`, which the session
-            closes.
+        opener: Function that returns a new :class:`tba_offload.store.base.Store`, which the session closes.
+            The first argument is a :class:`tba_offload.StoreConfig`, with directories and numbers of threads.
+            The keyword argument ``device`` is the :class:`tba_offload.device.Device` of the activations.
 
     Raises:
         ValueError: The name is already taken.
@@ -151,6 +149,6 @@ def register_kind(kind: str, opener: Opener) -> None:
 
 
 def unregister_kind(kind: str) -> None:
-    """Undo :func:`register_kind`. The kinds of the package itself are not removed."""
+    """Undo :func:`register_kind`. For a kind of the package itself, do nothing."""
     if _openers.pop(kind, None) is not None:
         KINDS.remove(kind)

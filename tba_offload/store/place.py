@@ -1,4 +1,4 @@
-"""One place of a store: its room, its health and its load."""
+"""One drive of a store, or the host memory of a store: room, health and load."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from tba_offload.store.pool import Transfer
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 600.0
-"""Length in seconds of the pause after the first failure of a place, and of the longest pause.
+"""Pause after the first failure of a drive, and longest pause after later failures, in seconds.
 
-The pause is a time and not a number of steps, because a drive may need minutes to work again, and a step may
-take only milliseconds.
+The pause is not a number of steps, because a drive may need minutes to recover, and a step may take only
+milliseconds.
 """
 
 STEPS_KEPT = 3
-"""Number of last steps.
+"""Number of recent steps that determine the size of a store's file.
 
-After each step, the store keeps the largest room that one of the last steps needed.
+After each step, the file shrinks to the largest size that one of these steps needed.
 """
 
 FIRST_RATE = 1e9
-"""Assumed rate of writes to a place before the rate is measured, in bytes a second."""
+"""Assumed write rate of a drive before the rate is measured, in bytes per second."""
 
 FIRST_BYTES, RECENT_BYTES = 8 << 20, 64 << 20
-"""Weights of measurements, in bytes. The assumed :data:`FIRST_RATE` counts like a transfer of
+"""Weights of measured rates, in bytes. The assumed :data:`FIRST_RATE` counts like a transfer of
 ``FIRST_BYTES``. After each ``RECENT_BYTES``, the weight of older measurements is halved.
 
 A single small transfer does not measure the rate of a drive, because the I/O thread may have waited for the
@@ -44,26 +44,27 @@ processor.
 
 
 class Place:
-    """A store with threads, extents, load and health. Only :class:`MultiStore` uses this class.
+    """One store of a :class:`MultiStore`, with I/O threads, extents, load and health.
 
-    Most methods are called with the lock of the :class:`MultiStore` held. Exceptions are :meth:`grow`,
-    :meth:`trim` and :meth:`close`, which may wait for the drive.
+    A place is a drive or host memory. Most methods are called with the lock of the :class:`MultiStore` held.
+    :meth:`grow`, :meth:`trim` and :meth:`close` are called without the lock, because these methods may wait
+    for the drive.
 
     Args:
-        index: Index of the place.
+        index: Index of the store in the :class:`MultiStore`.
         store: The store.
         run: Function that runs a claimed transfer on an I/O thread.
         writers: Number of threads that write, if the store does not set its own number.
         readers: Number of threads that read, if the store does not set its own number.
 
     Attributes:
-        is_drive: False for host memory that is used together with drives.
+        is_drive: False if the store is host memory.
         pending: Bytes of queued or running writes.
-        unreserved: The part of ``pending`` that has no extent yet.
+        unreserved: Bytes of queued writes that have no extent yet.
         grown: Size of the store in bytes.
-        needed: Largest number of bytes that one of the last steps needed.
-        cause: Why the place is out of service; ``None`` while it is in service.
-        disabled_until: Time of the next try, by :func:`time.monotonic`.
+        needed: Largest size in bytes that one of the last steps needed.
+        cause: Why the store takes no writes; ``None`` if the store takes writes.
+        disabled_until: Time from which a write tries the store again, by :func:`time.monotonic`.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Place:
         return self.grown if time.monotonic() < self._full_until else self.extents.capacity
 
     def takes(self, nbytes: int) -> bool:
-        """Return True if the place takes a write of ``nbytes`` bytes. The write may still find no room."""
+        """Return True if a write of ``nbytes`` bytes may be queued. The write may still find no room."""
         is_left_alone = self.cause is not None and time.monotonic() < self.disabled_until
         limit = self.limit
         return not is_left_alone and (limit is None or self.held + nbytes <= limit)
@@ -114,7 +115,7 @@ class Place:
         return extent
 
     def found_full(self, extent: Extent) -> None:
-        """Record that there was no room for an extent, so that the store does not grow for a while."""
+        """Record that there was no room for an extent. The store then does not grow for a while."""
         self._full_until = time.monotonic() + FIRST_PAUSE
         if extent.offset + extent.length <= self.grown:  # the file system allocates blocks only at a write
             self.grown = extent.offset
@@ -131,7 +132,7 @@ class Place:
                 self.grown = end
 
     def trim(self, lock: Lock) -> None:
-        """Free room that was not needed in the last steps."""
+        """Free room that the last steps did not need."""
         if not self._growing.acquire(blocking=False):  # the lock is taken: the next step tries again
             return
         try:  # if an extent beyond this size is reserved now, the store grows again
@@ -156,23 +157,23 @@ class Place:
     # ---- health ----------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Take no writes for a pause. The length of the pause doubles with each call."""
+        """Accept no writes for a while. The length of this pause doubles with each call."""
         self.disabled_until = max(self.disabled_until, time.monotonic() + self._pause)
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
     def fail(self, cause: str) -> None:
-        """Take the place out of service. After a pause, one write tries the place again."""
+        """Accept no writes after a failure. After a pause, one write tries the store again."""
         if self.cause is None or time.monotonic() >= self.disabled_until:
             self.pause()
         self.cause = cause
 
     def disable(self) -> None:
-        """Take the place out of service permanently."""
+        """Accept no more writes."""
         self.cause = "the drive does not answer, and takes no more writes"
         self.disabled_until = math.inf
 
     def resume(self) -> None:
-        """Put the place back in service, unless it was disabled because it does not answer."""
+        """Accept writes again, unless :meth:`disable` was called."""
         if self.disabled_until < math.inf:
             self.cause, self._full_until = None, 0.0
 
@@ -182,7 +183,7 @@ class Place:
         """Return the load since the last call.
 
         Args:
-            is_beside: Whether host memory is used together with drives, and is therefore a separate tier.
+            is_beside: Whether the :class:`MultiStore` has both drives and host memory.
         """
         seconds, before = self.store.checksum.seconds, self._checksum_seconds
         self._checksum_seconds = seconds
@@ -197,7 +198,7 @@ class Place:
 
 
 class Meter:
-    """Bytes that moved in one direction, and the time in which at least one transfer moved bytes."""
+    """Counter of the bytes of transfers in one direction, and of the time during which a transfer runs."""
 
     def __init__(self) -> None:
         self._moving, self._since = 0, 0.0
@@ -206,11 +207,16 @@ class Meter:
 
     @property
     def rate(self) -> float:
-        """Rate of the recent transfers, in bytes a second."""
+        """Rate of the recent transfers, in bytes per second."""
         return self._recent_bytes / self._recent_seconds
 
     def note(self, change: int, nbytes: int = 0) -> float:
-        """Record the start (1) or end (-1) of a transfer, and the bytes that it moved; return the time."""
+        """Record the start or the end of a transfer, and return the time.
+
+        Args:
+            change: 1 for the start, -1 for the end, 0 for neither.
+            nbytes: Number of bytes that the ended transfer moved.
+        """
         now = time.perf_counter()
         if self._moving:
             passed = now - self._since

@@ -1,4 +1,4 @@
-"""Transfers, and the threads that run transfers. Each place has one queue for each direction."""
+"""Transfers, and the I/O threads that run transfers."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ if TYPE_CHECKING:
     from tba_offload.store.base import Extent
 
 TICK = 1.0
-"""Period in seconds. The length of a wait is counted in periods instead of by the clock.
+"""Length in seconds of the periods in which a wait for a drive is measured.
 
-The clock continues while a process is stopped, for example by a batch system that suspends the job. With
-periods, each stop adds at most one period to a wait for a drive.
+The clock continues while a process is stopped, for example by a batch system that suspends the job. A stopped
+process counts at most one period.
 """
 
 
 class Transfer:
     """One write or read, and its result.
 
-    The I/O thread that claims a transfer owns it until the transfer is finished. The training thread creates
-    one object for each transfer. A transfer has two raw locks instead of a condition variable, because raw
-    locks are faster to create.
+    An I/O thread that runs a transfer must claim the transfer first. A transfer has two raw locks instead of
+    a condition variable, because raw locks are faster to create.
 
     Args:
         memory: The bytes to write, or the memory to fill. The caller must not use this memory before the
             transfer has ended.
-        after: A point in the work of the device, which the device reaches before the transfer starts.
+        after: Event of the device. The transfer starts after the device has reached this event.
         extent: The extent to read or write; ``None`` for a write to a new extent.
 
     Attributes:
-        memory: As given; ``None`` after a successful write, and after the transfer was cancelled.
-        extent: As given, or the new extent after a successful write.
-        nbytes: Bytes of the memory.
+        memory: The argument ``memory``; ``None`` after a successful write or a cancellation.
+        extent: The argument ``extent``, or the new extent after a successful write.
+        nbytes: Size of the memory in bytes.
         is_write: Whether the transfer is a write; set when the transfer is queued.
-        drive: Index of the place in the store; set when the transfer is queued.
+        drive: Index of the drive in the store; set when the transfer is queued.
         error: The exception of a failed transfer; ``None`` before the end and after success.
         is_done: Whether the transfer has ended, failed or been cancelled.
         is_cancelled: Whether the transfer was cancelled before it started.
@@ -63,11 +62,11 @@ class Transfer:
         self._done.acquire()
 
     def claim(self) -> bool:
-        """Return True to the first caller only, which then runs or ends the transfer."""
+        """Return True to the first caller only. This caller must then run or end the transfer."""
         return self._claim.acquire(blocking=False)
 
     def finish(self) -> None:
-        """Wake the waiting threads."""
+        """Mark the transfer as done, and wake the waiting threads."""
         self.is_done = True
         self._done.release()
 
@@ -92,11 +91,11 @@ class Transfer:
 
 
 class WorkerPool:
-    """The I/O threads of one place.
+    """I/O threads for one drive or for host memory, with one queue of writes and one queue of reads.
 
     Args:
-        name: Name of the place.
-        bind: Called by each thread when it starts.
+        name: Name of the drive in the threads' names.
+        bind: Function that each thread calls when the thread starts.
         run: Function that runs a claimed transfer to its end. The function must not raise.
         writers: Number of threads that write.
         readers: Number of threads that read.
@@ -131,14 +130,14 @@ class WorkerPool:
             raise
 
     def submit(self, transfers: list[Transfer], *, writes: bool) -> None:
-        """Queue transfers in one batch for each thread, because each ``put`` takes time to wake a thread."""
+        """Queue transfers, in one batch for each thread, because each ``put`` takes time to wake a thread."""
         queue, threads = (self._writes, self._writers) if writes else (self._reads, self._readers)
         width = min(threads, len(transfers))
         for first in range(width):
             queue.put(transfers[first::width])
 
     def _work(self, queue: _Queue) -> None:
-        """Run transfers until the pool stops: the main loop of an I/O thread."""
+        """Run the transfers of a queue until the pool stops."""
         self._bind()
         while (batch := queue.get()) is not None:
             while batch:
@@ -148,7 +147,7 @@ class WorkerPool:
                 del transfer  # otherwise the memory would not be freed until the next transfer comes
 
     def stop(self) -> None:
-        """Make the threads end after the queued transfers. Neither wait nor acquire a lock."""
+        """Make the threads end after the queued transfers, without waiting for the threads."""
         for queue, threads in ((self._writes, self._writers), (self._reads, self._readers)):
             for _ in range(threads):
                 queue.put(None)

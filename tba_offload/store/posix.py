@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 Call = Callable[[int, int, int, int], int]
-"""Type of :func:`pwrite` and :func:`pread`: functions of a descriptor, an address, a number of bytes and an
-offset. Both functions return the number of bytes moved."""
+"""Type of :func:`pwrite` and :func:`pread`. The arguments are a descriptor, an address, a number of bytes and
+an offset in the file. The result is the number of bytes moved."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -30,7 +30,7 @@ _READ_ONLY, _WRITABLE = 0x100, 0x200
 
 
 def pwrite(fd: int, address: int, nbytes: int, offset: int) -> int:
-    """Write bytes at an address to a file; return the number of bytes written.
+    """Write ``nbytes`` bytes from an address to a file, and return the number of bytes written.
 
     Raises:
         OSError: The call failed.
@@ -39,7 +39,7 @@ def pwrite(fd: int, address: int, nbytes: int, offset: int) -> int:
 
 
 def pread(fd: int, address: int, nbytes: int, offset: int) -> int:
-    """Read bytes of a file to an address; return the number of bytes read, 0 at the end of the file.
+    """Read ``nbytes`` bytes of a file to an address, and return the number of bytes read.
 
     Raises:
         OSError: The call failed.
@@ -50,9 +50,9 @@ def pread(fd: int, address: int, nbytes: int, offset: int) -> int:
 def fallocate(fd: int, offset: int, nbytes: int) -> None:
     """Allocate blocks of a file.
 
-    If the range ends after the end of the file, the file grows. Data does not change.
+    If the range ends after the end of the file, the file grows. The contents of the file do not change.
 
-    ``os.posix_fallocate`` is not used, because it writes zeros on file systems that do not support the call.
+    ``os.posix_fallocate`` is not used. On file systems that cannot allocate blocks, it writes zeros instead.
 
     Raises:
         OSError: The call failed. ``EOPNOTSUPP`` means that the file system does not support the call.
@@ -63,16 +63,16 @@ def fallocate(fd: int, offset: int, nbytes: int) -> None:
 
 
 def view(address: int, nbytes: int) -> memoryview:
-    """Return a read-only view of the bytes at an address. The caller keeps the memory alive."""
+    """Return a read-only view of the bytes at an address. The caller must keep the memory alive."""
     window: memoryview = _memory(address, nbytes, _READ_ONLY)
     return window
 
 
 def needs_stable_pages(fd: int) -> bool:
-    """Return True if memory must not change while it is written to the file.
+    """Return True if memory must not change while the memory is written to the file.
 
-    A drive that checksums blocks has a flag in sysfs. If no drive is found, the function returns True,
-    because the file system may checksum data.
+    Linux has a flag for drives that compute checksums of blocks. If no drive is found, return True, because
+    the file system may compute checksums.
     """
     device = os.fstat(fd).st_dev
     node = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
@@ -85,7 +85,7 @@ def needs_stable_pages(fd: int) -> bool:
 # ---- file systems -----------------------------------------------------------------------------------------
 
 MEMORY, NETWORK, LAYERS, DRIVE = "memory", "network", "layers", "drive"
-"""The places in which a file system keeps its bytes: the values of :attr:`Mount.place`."""
+"""Values of :attr:`Mount.place`."""
 
 _PLACES = {
     **dict.fromkeys(("tmpfs", "ramfs", "rootfs", "hugetlbfs"), MEMORY),
@@ -102,9 +102,9 @@ class Mount(NamedTuple):
         kind: The kernel's name of the file system, such as ``"nfs4"`` or ``"fuse.sshfs"``; ``"unknown"`` if
             the kernel does not report the name.
         source: The mounted device or export, such as ``"/dev/nvme0n1p1"``; empty if unknown.
-        place: The place of the bytes: ``"memory"``, ``"network"``, ``"layers"`` or ``"drive"``. File systems
-            in user space count as ``"network"``. ``"layers"`` is an overlay, unless its upper layer is known
-            to be in memory. All other file systems are ``"drive"``.
+        place: Where the file system keeps its bytes: ``"memory"``, ``"network"``, ``"layers"`` or
+            ``"drive"``. File systems in user space count as ``"network"``. ``"layers"`` means an overlay. If
+            the upper layer of an overlay is known to be in memory, the value is ``"memory"``.
     """
 
     kind: str = "unknown"
