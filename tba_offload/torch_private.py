@@ -205,6 +205,27 @@ def is_checkpoint_wrapper(module: nn.Module) -> bool:
     return wrappers is not None and isinstance(module, wrappers.CheckpointWrapper)
 
 
+def save_arguments_again(hooks: contextlib.AbstractContextManager[object]) -> None:
+    """Save the positional arguments of the innermost checkpoint of the program again, inside ``hooks``.
+
+    This is possible from PyTorch 2.13 on, and only once for each call of a checkpoint. If the checkpoint is
+    inside another checkpoint or other hooks, these have the arguments, and nothing is saved again.
+    """
+    top: Any = hooks_on_top()
+    cells = top[0].__closure__ if top and top[0].__module__ == "torch.utils.checkpoint" else ()
+    frame = next((each.cell_contents for each in cells if hasattr(each.cell_contents, "save_inputs")), None)
+    if frame is None or hasattr(frame, "is_of_tba_offload"):
+        return
+    frame.is_of_tba_offload = True
+    pop_hooks()
+    try:
+        if hooks_on_top() is None:
+            with hooks:
+                frame.save_inputs(*frame.get_inputs())
+    finally:
+        push_hooks(*top)
+
+
 def graph_node(device: torch.device) -> object:
     """Return the current node of Inductor's CUDA graph trees; ``None`` if there is none."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")

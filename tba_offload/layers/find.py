@@ -62,11 +62,11 @@ class SetAside:
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return copy.copy, (self.value,)  # copies of the model have the switch of the program
 
-    @staticmethod
-    def read(owner: object, attribute: str) -> Any:
-        """Return the program's value of a switch, also while it is set aside; ``None`` if there is none."""
-        value = getattr(owner, attribute, None)
-        return value.value if type(value) is SetAside else value
+
+def value_of_switch(owner: object, attribute: str) -> Any:
+    """Return the program's value of a switch, also while it is set aside; ``None`` if there is none."""
+    value = getattr(owner, attribute, None)
+    return value.value if type(value) is SetAside else value
 
 
 LEAST_LEFT_OUT = 0.1

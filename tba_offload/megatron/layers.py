@@ -13,7 +13,7 @@ from torch.nn import ModuleList
 
 from tba_offload.config.policy import LayerId, with_depths
 from tba_offload.errors import UnsupportedError
-from tba_offload.layers.find import Layer, LayerStack, SetAside, State, Switch, chunks_of
+from tba_offload.layers.find import Layer, LayerStack, State, Switch, chunks_of, value_of_switch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -81,7 +81,7 @@ def _switches(blocks: Sequence[Any]) -> Iterator[Switch]:
     name = "recompute_granularity"
     for config in {id(block.config): block.config for block in blocks}.values():
         is_left = config.distribute_saved_activations or config.fp8 or getattr(config, "fp4", None)
-        if SetAside.read(config, name) != "full" or is_left:
+        if value_of_switch(config, name) != "full" or is_left:
             continue
         own = [block for block in blocks if block.config is config]
         is_by_block, count = config.recompute_method == "block", config.recompute_num_layers

@@ -306,8 +306,7 @@ def _of_this_rank(config: OffloadConfig, arguments: argparse.Namespace) -> Offlo
         own = (directories[place % len(directories)],)
     minutes = getattr(arguments, "distributed_timeout_minutes", None) or 0
     waits = 60 * minutes, getattr(arguments, "distributed_timeout_seconds_after_init", None) or 0
-    stall = config.store.stall_seconds
-    stall = stall and min(stall, *(seconds / 2 for seconds in (*waits, 2 * stall) if seconds))
+    stall = (limit := config.store.stall_seconds) and min(limit, *(s / 2 for s in (*waits, 2 * limit) if s))
     return replace(config, store=replace(config.store, directories=own, stall_seconds=stall))
 
 

@@ -28,16 +28,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+_KINDS = "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"
 OPERATIONS = (
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
-    "aten::_scaled_dot_product_fused_attention_overrideable",
-    "aten::_flash_attention_forward",
-    "aten::_efficient_attention_forward",
-    "flash_attn::_flash_attn_forward",
-    "flash_attn::_flash_attn_varlen_forward",
+    *(f"aten::_scaled_dot_product_{kind}" for kind in (*_KINDS, "fused_attention_overrideable")),
+    *("aten::_flash_attention_forward", "aten::_efficient_attention_forward"),
+    *("flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"),
 )
 """Names of operations that compute fused attention from queries, keys and values. PyTorch knows an operation
 of another package only after that package is imported."""
@@ -50,13 +45,16 @@ class AttentionOnce:
         forward: Runs the layer.
         pack: Function that saves an output of attention in the first call.
         unpack: Function that returns a packed output of attention. ``unpack`` may be called several times.
+
+    Attributes:
+        nbytes: Bytes of the packed outputs.
     """
 
     def __init__(
         self, forward: Callable[..., object], pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
     ) -> None:
         _register_all()
-        self._forward, self._unpack = forward, unpack
+        self._forward, self._unpack, self.nbytes = forward, unpack, 0
         self._pack: Callable[[Tensor], Any] | None = pack
         # Calls of attention in the first run: the operation and its outputs, each with a flag if it is
         # packed.
@@ -75,6 +73,7 @@ class AttentionOnce:
         def taken(output: Any) -> tuple[bool, Any]:
             if not isinstance(output, torch.Tensor):
                 return False, output
+            self.nbytes += output.nbytes
             alone = output.detach()  # else the packed output and its graph would hold each other
             # A tensor that requires a gradient is regarded as complete when it is saved. This output is
             # complete.

@@ -85,10 +85,7 @@ class RecomputedLayer:
             raise cannot(self.name, reason, UnsupportedError)
         mode = self.name, self.training, placement
         execution = _Execution(self, forward, given, self.verifier.part(mode))
-        # The verifier compares the tensors of both runs.
-        output = torch_checkpoint.checkpoint(
-            execution, *execution.tensors, use_reentrant=False, determinism_check="none"
-        )
+        output = torch_checkpoint.checkpoint(execution, *execution.tensors, **_SETTINGS)
         if execution.errors:  # no variable for the error, because its frames refer to this frame
             if "saved tensor hooks" in str(execution.errors[0]):
                 reason = f"it forbids saved-tensor hooks ({execution.errors[0]})"
@@ -403,6 +400,10 @@ class Trial(_Execution):
                 "variable once more than training without offloading does"
             )
             raise cannot(self._layer.name, cause)
+
+
+_SETTINGS: Any = {"use_reentrant": False, "determinism_check": "none"}
+"""Settings of PyTorch's checkpoint. The verifier compares the tensors of both runs instead."""
 
 
 def _why_never(module: nn.Module) -> str | None:

@@ -42,12 +42,10 @@ it."""
 
 _OF_MODULES = frozenset((*vars(nn.Module()), "forward"))
 _backends: Any = torch.backends
+_cuda, _SDP = _backends.cuda, ("flash", "mem_efficient", "math", "cudnn")
 _PRECISIONS = (_backends.cuda.matmul, _backends.cudnn.conv, _backends.mkldnn.matmul, _backends.mkldnn.conv)
 _KERNELS: tuple[State, ...] = (
-    (_backends.cuda.flash_sdp_enabled, _backends.cuda.enable_flash_sdp),
-    (_backends.cuda.mem_efficient_sdp_enabled, _backends.cuda.enable_mem_efficient_sdp),
-    (_backends.cuda.math_sdp_enabled, _backends.cuda.enable_math_sdp),
-    (_backends.cuda.cudnn_sdp_enabled, _backends.cuda.enable_cudnn_sdp),
+    *((getattr(_cuda, f"{kind}_sdp_enabled"), getattr(_cuda, f"enable_{kind}_sdp")) for kind in _SDP),
     *((partial(getattr, at, "fp32_precision"), partial(setattr, at, "fp32_precision")) for at in _PRECISIONS),
 )
 """Settings that affect the choice of kernels. Some programs change these settings only around forward."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from tba_offload.layers.find import SetAside, Switch
+from tba_offload.layers.find import SetAside, Switch, value_of_switch
 from tba_offload.placements import Placement
 from tba_offload.torch_private import is_checkpoint_wrapper
 
@@ -81,7 +81,7 @@ class Checkpointing:
                     name, attribute = "checkpoint_wrapper", "checkpoint_fn"
                 elif not vars(part).get(name):
                     continue
-                function = SetAside.read(part, attribute)
+                function = value_of_switch(part, attribute)
                 if function is not None and not _is_selective(function):
                     yield Switch(name, part, attribute, {layer.module}, function)
 

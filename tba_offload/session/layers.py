@@ -21,7 +21,7 @@ from tba_offload.recompute.checkpoint import RecomputedLayer, Trial
 from tba_offload.session.memory import BACKWARD, BETWEEN, EMBEDDINGS, FORWARD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import nn
 
@@ -126,11 +126,16 @@ class LayerRuns:
             with hooks:  # the checkpoint saves only the arguments through these hooks
                 if not placement.spares_attention:
                     return layer.run(site.forward, given, placement)
-                once = AttentionOnce(site.forward, _counting(hooks, scope), hooks.capture.unpack)
-                return layer.run(once, given, placement)
+                once = AttentionOnce(site.forward, hooks.pack, hooks.capture.unpack)
+                output, scope.attention_bytes = layer.run(once, given, placement), once.nbytes
+                return output
         session = self._session
         if not placement.offloads:
             if layer.is_left or _hooks_are_taken():
+                if session.planning.plan.placements[site.index].offloads:
+                    torch_private.save_arguments_again(
+                        LayerHooks(session.capture, scope.key, when_slow=False)
+                    )
                 return site.run_plainly(site.forward, args, kwargs)
             controller = session.planning.controller
             if controller is None or not controller.wants_saved or site.is_compiled:
@@ -272,9 +277,7 @@ class BackwardWatch:
         if step is self._loop.step and self._memory.is_on:
             self._memory.enter(EMBEDDINGS)
 
-    def _came_back(
-        self, site: Site, scope: ScopeTrace, step: Step | None, trace: StepTrace, _: torch.Tensor
-    ) -> None:
+    def _came_back(self, site: Site, scope: ScopeTrace, step: Any, trace: StepTrace, _: torch.Tensor) -> None:
         """Note that backward has returned to a run of a layer."""
         memory, loop, is_current = self._memory, self._loop, step is self._loop.step
         if is_current and site.waiting and not scope.backward_began:
@@ -316,16 +319,6 @@ class _TriedHooks(LayerHooks):
         if self.trial is not None:
             self.trial.see(tensor)
         return super().pack(tensor)
-
-
-def _counting(hooks: LayerHooks, scope: ScopeTrace) -> Callable[[torch.Tensor], Kept | Packed]:
-    """Return a function that packs the output of attention like a saved tensor, and counts its bytes."""
-
-    def pack(output: torch.Tensor) -> Kept | Packed:
-        scope.attention_bytes += output.numel() * output.itemsize
-        return hooks.pack(output)
-
-    return pack
 
 
 def _has_backward(layer: nn.Module, arguments: Sequence[object]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -30,8 +31,9 @@ from blocks import (
 from covering import in_turn
 from harness import KIB, Drive, assert_all_given_back, quiesce, session_for
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import _CheckpointFrame, checkpoint
 
 import tba_offload as tba
 from tba_offload.errors import RecomputationError
@@ -198,6 +200,9 @@ def test_schedules_of_micro_batches(name: str, default: str) -> None:
 
 # Checkpoints of the program
 
+SAVED_AGAIN = hasattr(_CheckpointFrame, "save_inputs")
+"""Whether PyTorch lets others save the arguments of a checkpoint again."""
+
 
 def through(layers: list[nn.Module], x: Tensor) -> Tensor:
     for layer in layers:
@@ -223,13 +228,46 @@ def in_checkpoints(net: Net, number: int, *, size: int, use_reentrant: bool) -> 
 def test_layers_in_checkpoints_of_the_program_are_left_alone(
     default: str, size: int, *, use_reentrant: bool
 ) -> None:
-    """Such a checkpoint runs as without a session, and its arguments stay in memory: one warning tells it."""
+    """The bits are those without a session. Arguments travel where hooks see them; one warning is given."""
     work = partial(in_checkpoints, size=size, use_reentrant=use_reentrant)
     with pytest.warns(UserWarning, match=r"\(layers.[02]\) runs inside saved-tensor hooks") as caught:
         records = assert_transparent(work, dropping, default=default)
     assert sum("saved-tensor hooks" in str(each.message) for each in caught) == 1
+    travels = SAVED_AGAIN and not use_reentrant and default != "recompute"
+    inputs = math.ceil(3 / size) * INPUT if travels else 0
     for record in records:
-        assert (record.left_alone_scopes, record.recomputed_scopes, record.offloaded_bytes) == (3, 0, 0)
+        assert (record.left_alone_scopes, record.recomputed_scopes, record.offloaded_bytes) == (3, 0, inputs)
+
+
+def nested(net: Net, number: int) -> list[Tensor]:
+    """A checkpoint around two layers and other operations, in one around all; its graph is used twice."""
+
+    def inner(y: Tensor) -> Tensor:
+        return F.dropout(net.layers[1](net.layers[0](y).sin()).cos(), 0.1)
+
+    def outer(y: Tensor) -> Tensor:
+        return net.layers[2](checkpoint(inner, y.sin(), use_reentrant=False).exp())  # type: ignore[no-any-return]
+
+    x = make_input(number)
+    loss = checkpoint(outer, x * 2, use_reentrant=False).pow(2).mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert x.grad is not None
+    return [x.grad]
+
+
+def under_hooks(net: Net, number: int) -> list[Tensor]:
+    with save_on_cpu():
+        return in_checkpoints(net, number, size=2, use_reentrant=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*runs inside saved-tensor hooks")
+@pytest.mark.parametrize(("work", "nbytes"), [(nested, INPUT * SAVED_AGAIN), (under_hooks, 0)])
+@pytest.mark.parametrize("default", ["offload", INPUTS])
+def test_arguments_that_other_hooks_have_saved_are_left_to_them(default: str, work: Any, nbytes: int) -> None:
+    """Only the outermost checkpoint has arguments that no other hooks have."""
+    for record in assert_transparent(work, dropping, default=default):
+        assert (record.left_alone_scopes, record.offloaded_bytes) == (3, nbytes)
 
 
 def wrapped(block: Callable[[], nn.Module], *, is_reentrant: bool) -> nn.Module:
