@@ -27,10 +27,6 @@ def sums(data: torch.Tensor) -> bytes:
     if body.storage_offset() % _WORD or body.data_ptr() % _WORD:
         body = body.clone()
     table = body.view(torch.int64).view(rows, _ROW // _WORD)
-    parts = (table.sum(0), table.sum(1), rest)
-    return b"".join(_bytes_of(part.cpu()) for part in parts)
-
-
-def _bytes_of(part: torch.Tensor) -> bytes:
-    """Return the bytes of a contiguous tensor in host memory, without NumPy."""
-    return ctypes.string_at(part.data_ptr(), part.nbytes) if part.nbytes else b""
+    parts = (part.cpu() for part in (table.sum(0), table.sum(1), rest))
+    # PyTorch's own function for the bytes of a tensor needs NumPy.
+    return b"".join(ctypes.string_at(part.data_ptr(), part.nbytes) if part.nbytes else b"" for part in parts)

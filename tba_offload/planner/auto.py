@@ -178,16 +178,15 @@ class Controller:
 
     def _learn(self) -> None:
         self.state = State.LEARN
-        self._since = 0  # number of steps in LEARN
+        self._since = self._races = 0  # steps in LEARN; races since the last new plan, without this race
         self._excess = 0  # bytes over the budget, which reduce later budgets
         self._most_seen = 0  # highest activation peak of a step within the budget
         self._headrooms: dict[Plan, int] = {}  # measured headroom of each plan
         self._race: dict[Plan, list[float]] = {}  # plans that alternate, and their step times
-        self._races = 0  # races since the last new plan, without the current race
         self._measured = False  # whether the current plan's peak was measured in HOLD
-        self._off = 0
         self._limits_changed = False  # whether the limits changed after the current plan was made
         self._usual: list[float] = []  # seconds of the first steps under the current plan
+        self._off = 0  # number of later steps in a row whose time has changed
         self._bandwidth: Bandwidth | None = None  # bandwidth for which the current plan was made
         self._highest = math.inf  # `Case.highest` for which the current plan was made
         self._why = ""
@@ -587,7 +586,8 @@ def _may_try(case: Case, layer: int, way: Placement) -> bool:
     kind = case.profile.kind_of(layer)
     if way.spares_attention and kind.attention_bytes is None:
         return case.allows(layer, Placement.RECOMPUTE)
-    return (way.rebuilds and not kind.knows_rebuilt) or case.allows(layer, way)
+    is_known = not way.rebuilds or all(saved.rebuilt is not None for saved in kind.activations)
+    return not is_known or case.allows(layer, way)
 
 
 def _is_worth_it(better: Plan, now: Plan) -> bool:

@@ -406,10 +406,16 @@ def with_beside(profile: StepProfile, seen: SeenBeside, placements: Sequence[Pla
 
 
 class Rates:
-    """Rates of drives and of host memory, from the transfers of the last three steps."""
+    """Rates of drives and of host memory, from the transfers of the last three steps.
+
+    Attributes:
+        floor: Write and read rates that a probe of the store measured, in bytes per second; ``None`` without
+            a probe. These rates are lower bounds until steps have transferred :data:`EVIDENCE` bytes. If the
+            store has drives and host memory, the rates apply to the one that takes writes first.
+    """
 
     def __init__(self) -> None:
-        self._floor: tuple[float, float] | None = None
+        self.floor: Sequence[float] | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -417,14 +423,6 @@ class Rates:
         self._drives, self._host = _TierRates(), _TierRates()
         self._order: list[str] = []
         self._fell_back = False
-
-    def note_probe(self, write: float, read: float) -> None:
-        """Set the rates that a probe of the store measured, in bytes per second.
-
-        The probed rates are lower bounds until steps have transferred :data:`EVIDENCE` bytes. If the store
-        has drives and host memory, the probed rates apply to the one that takes writes first.
-        """
-        self._floor = write, read
 
     def note(self, loads: Sequence[DriveLoad], *, fell_back: bool) -> None:
         """Add the transfers of a step.
@@ -442,8 +440,8 @@ class Rates:
         If no rate is known because activations stayed in memory, the returned capacity is 0.
         """
         host_first = self._order[:1] == ["host"]
-        drives = self._drives.bandwidth(None if host_first else self._floor)
-        host = self._host.bandwidth(self._floor if host_first else None)
+        drives = self._drives.bandwidth(None if host_first else self.floor)
+        host = self._host.bandwidth(self.floor if host_first else None)
         if drives is None and host is None:
             return dataclasses.replace(ASSUMED, capacity=0) if self._fell_back else None
         # No step may have needed the second tier. Host memory is at least as fast as drives.

@@ -113,16 +113,6 @@ class LayerKind:
         """Bytes that ``offload-remat`` rebuilds; 0 if unknown."""
         return sum(saved.nbytes for saved in self.activations if saved.rebuilt)
 
-    @property
-    def spared_bytes(self) -> int:
-        """Bytes that ``offload`` writes but ``offload-remat`` does not write; 0 if unknown."""
-        return self.rebuilt_bytes - sum(saved.nbytes for saved in self.sources)
-
-    @property
-    def knows_rebuilt(self) -> bool:
-        """Whether a layer of this kind has run with ``offload-remat``."""
-        return all(saved.rebuilt is not None for saved in self.activations)
-
 
 class Timing(NamedTuple):
     """Seconds of one run of a layer, without waits for I/O."""
@@ -325,11 +315,6 @@ class DeviceShare:
     def budget(self) -> int:
         """Largest activation peak that the device allows."""
         return max(int((1 - SPARE) * self.left), 0)
-
-    def holds_for(self, other: DeviceShare) -> bool:
-        """Return True if the budget also fits ``other`` and leaves little memory of ``other`` unused."""
-        left = max(other.left, 0)
-        return (1 - 2 * SPARE) * left <= self.budget <= left
 
     def __str__(self) -> str:
         base, gradients = readable_size(self.base_bytes), readable_size(self.gradient_bytes)

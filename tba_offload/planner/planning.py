@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from tba_offload.config.policy import Placement
 from tba_offload.errors import StoreError
 from tba_offload.planner.auto import bytes_taken
-from tba_offload.planner.model import MARGIN, DeviceShare
+from tba_offload.planner.model import MARGIN, SPARE, DeviceShare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -135,7 +135,7 @@ class Planning:
             # Three small steps are not enough to measure rates. If the store is full or hangs, training
             # raises that error later.
             with suppress(StoreError, TimeoutError):
-                controller.rates.note_probe(*self._probe()[:2])
+                controller.rates.floor = self._probe()
         plan = controller.observe(seen)
         self._put_in_force(plan)
         self._outgrown, self._made_for = None, self._budget
@@ -246,9 +246,9 @@ class Budget:
             return
         base_bytes = max(base_bytes - self.extra_bytes(), 0)
         device = self.share = DeviceShare(self.device_bytes, base_bytes, self._most_gradients)
-        before = self.limits.device
-        if before is not None and before.holds_for(device):
-            return
+        before, left = self.limits.device, max(device.left, 0)
+        if before is not None and (1 - 2 * SPARE) * left <= before.budget <= left:
+            return  # the budget fits, and leaves little memory unused
         self.limits = self._of_policy.on_device(device)
         self._planning.limit(self.limits)
 

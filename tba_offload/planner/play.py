@@ -269,9 +269,13 @@ class _Step:
     # ---- writing ---------------------------------------------------------------------------------
 
     def _save(self, nbytes: int, until: float) -> _Item:
-        if self._window.is_crowded(self._in_flight, nbytes):
-            self._admit(nbytes)
         self._settle()
+        while self._window.is_crowded(self._in_flight, nbytes):
+            self._flush(0)
+            if self._next_written == INFINITY:
+                break  # only reads are in flight, and the offloader would drop one of them
+            self._wait_until(self._next_written)
+            self._settle()
         item = _Item(nbytes, until)
         self._pending.append(item)
         self._pending_bytes += nbytes
@@ -282,17 +286,6 @@ class _Step:
         elif self._pending_bytes >= self._batch_from:
             self._flush(self._window.held_back)
         return item
-
-    def _admit(self, nbytes: int) -> None:
-        """Wait for writes while the window is full."""
-        while True:
-            self._settle()
-            if not self._window.is_crowded(self._in_flight, nbytes):
-                return
-            self._flush(0)
-            if self._next_written == INFINITY:
-                return  # only reads are in flight, and the offloader would drop one of them
-            self._wait_until(self._next_written)
 
     def _flush(self, held_back: int) -> None:
         """Submit all pending writes except the last ``held_back`` bytes."""

@@ -92,7 +92,8 @@ class Case:
             return False
         if way is Placement.RECOMPUTE_EXCEPT_ATTENTION:
             return bool(kind.attention_bytes)
-        return not way.rebuilds or kind.spared_bytes > 0
+        # offload-remat must write fewer bytes than offload.
+        return not way.rebuilds or kind.rebuilt_bytes > sum(saved.nbytes for saved in kind.sources)
 
     @cached_property
     def sparing(self) -> list[Placement]:

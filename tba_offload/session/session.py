@@ -466,7 +466,7 @@ class Session:
         self.loop.is_inert, self.loop.step = True, None
         of_parent = self.recorder.close, self.say_summary, self.memory.close, self.store.close
         self._closers = [close for close in self._closers if close not in of_parent]
-        self.offloader.become_inert()
+        self.offloader.is_inert = True
 
     # ---- the plan --------------------------------------------------------------------------------
 

@@ -127,14 +127,11 @@ def mount_of(path: str) -> Mount:
     line = number and re.search(rf"^{number[1]} .* - (\S*) (\S*) (\S*)$", mounts, re.MULTILINE)
     if not line:
         return Mount()
-    kind, source, options = map(_unescaped, line.groups())
+    # White space and backslashes are octal numbers.
+    unescaped = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), word) for word in line.groups())
+    kind, source, options = unescaped
     place = NETWORK if kind.startswith("fuse") else _PLACES.get(kind, DRIVE)
     upper = re.search(r"(?:^|,)upperdir=(/[^,]*)", options)  # a container cannot see its host's directory
     if upper and mount_of(upper[1]).place == MEMORY:
         place = MEMORY
     return Mount(kind, source, place)
-
-
-def _unescaped(text: str) -> str:
-    """Decode a word of ``mountinfo``, in which white space and backslashes are octal numbers."""
-    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), text)

@@ -67,7 +67,7 @@ class Offloader:
     ) -> None:
         self.store, self.device, self.keep_when_full = store, device, keep_when_full
         self.window = InFlightWindow(window)
-        self.marks_stalls = self._is_inert = self._is_open = False
+        self.marks_stalls = self.is_inert = self._is_open = False
         self._epoch, self._warned_places = 0, set[str]()
         self._lock = Lock()
         store.completed = self._completed = deque[Transfer]()
@@ -130,7 +130,7 @@ class Offloader:
 
     def flush(self) -> None:
         """Queue all pending writes."""
-        if self._pending and not self._is_inert:
+        if self._pending and not self.is_inert:
             with self._lock:
                 self._flush(0)
 
@@ -190,7 +190,7 @@ class Offloader:
             TransferError: The bytes could not be read.
         """
         saved = handle.saved
-        if self._is_inert:  # a thread of the parent may have held the lock
+        if self.is_inert:  # a thread of the parent may have held the lock
             raise SessionError(
                 f"{saved.key} was saved before this process was forked. Only the parent process can run "
                 "backward through the graph of this activation"
@@ -348,7 +348,7 @@ class Offloader:
                 again.
         """
         rooms = list[tuple[SavedStorage, ByteRange]]()
-        if self._is_inert:
+        if self.is_inert:
             return
         with self._lock:
             if self._completed or self._dead:
@@ -509,7 +509,7 @@ class Offloader:
         Raises:
             TransferError: A write that reads the memory does not end.
         """
-        if self._is_inert:  # a thread of the parent may have held the lock
+        if self.is_inert:  # a thread of the parent may have held the lock
             return
         with self._lock:
             self._drain()
@@ -645,10 +645,6 @@ class Offloader:
         """Set the upper limit of the bytes in flight, between two steps."""
         self.window.resize(window)
         self.store.spill_bytes = self.window.rules.spills_above
-
-    def become_inert(self) -> None:
-        """Make the offloader unusable in a forked child."""
-        self._is_inert = True
 
 
 _REMEDIES = {
