@@ -155,7 +155,7 @@ class Store(ABC):
 
 
 class Checksum:
-    """Function object that computes the xxh3 checksums of one store.
+    """Computation of the xxh3 checksums of one store.
 
     Args:
         on: Whether to compute checksums.

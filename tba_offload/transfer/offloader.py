@@ -1,11 +1,11 @@
-"""The states of a saved storage, from its save to the use of its bytes in backward.
+"""Offloader that writes saved storages to a store, and reads the bytes back for backward.
 
 Training threads own all state, under one lock. A training thread may wait for I/O while it holds the lock,
 because I/O threads never take this lock. An I/O thread moves bytes, drops the memory of a finished write, and
 appends the transfer to ``completed``. A training thread updates the state in its next call of the offloader.
 
-If a step fails or is interrupted, :meth:`Offloader.abandon` discards the whole step. No method has to repair
-state after an interrupt.
+If a step fails or is interrupted, :meth:`Offloader.abandon` discards the whole step. Other methods therefore
+do not repair state after an interrupt.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ READ_AGAIN = (0.01, 0.1, 1.0)
 
 
 class Offloader:
-    """The object that moves saved storages between memory and a store.
+    """Offloader that moves saved storages between memory and a store.
 
     Args:
         store: The store. No other code may use this store. The offloader does not close the store.
         device: The device with the activations.
         window: Upper limit of the bytes in flight; ``None`` for no limit.
-        keep_when_full: Whether bytes that cannot be written stay in memory and are counted. If False, a
-            failed write raises a :class:`~tba_offload.errors.TransferError`.
+        keep_when_full: Whether bytes stay in memory if a drive fails or is full. If False, a failed write
+            raises a :class:`~tba_offload.errors.TransferError`.
 
     Attributes:
-        store: As given.
-        device: As given.
+        store: The store.
+        device: The device with the activations.
         window: The in-flight window, which counts bytes in memory.
-        keep_when_full: As given; may be changed between steps.
-        marks_stalls: Whether waits for I/O are also marked on the device.
+        keep_when_full: The argument ``keep_when_full``; may be changed between steps.
+        marks_stalls: Whether to mark the start and the end of each wait for I/O on the device.
     """
 
     def __init__(
@@ -90,13 +90,13 @@ class Offloader:
         Args:
             storage: The storage.
             key: Name of the activation.
-            at_once: Whether to queue all pending writes now. A drive that is idle while writes are pending
-                would seem too slow.
-            is_filling: Whether the operation that saves the storage may still write to it. The bytes are not
-                read before the caller resets :attr:`SavedStorage.is_filling`.
+            at_once: Whether to queue all pending writes as soon as these writes fill a batch. By default,
+                the latest writes stay pending, because backward uses the latest storages first.
+            is_filling: Whether an operation may still write to the storage. The write to the store does not
+                start until the caller resets :attr:`SavedStorage.is_filling`.
 
         Raises:
-            TransferError: The window is full, and a drive does not answer.
+            TransferError: The window is full, and a drive does not answer or a transfer has failed.
         """
         nbytes, window = storage.nbytes(), self.window
         with self._lock:
@@ -119,10 +119,10 @@ class Offloader:
         return saved
 
     def make_room(self, nbytes: int) -> None:
-        """Wait until ``nbytes`` bytes may be copied into a new saved storage.
+        """Wait until the in-flight window has room for a new saved storage of ``nbytes`` bytes.
 
         Raises:
-            TransferError: A drive does not answer.
+            TransferError: A drive does not answer, or a transfer has failed.
         """
         with self._lock:
             if self.window.rules.is_crowded(self.window.in_flight, nbytes):
@@ -223,7 +223,7 @@ class Offloader:
             return memory, saved.start
 
     def _forward(self, saved: SavedStorage, memory: torch.UntypedStorage) -> None:
-        """Use the memory of a saved storage that still exists.
+        """Use the original memory of a saved storage.
 
         If no other handle needs the storage, keep its memory and cancel its write.
         """
@@ -337,15 +337,15 @@ class Offloader:
     # ---- reading ahead ---------------------------------------------------------------------------
 
     def prefetch(self, upcoming: Iterable[tuple[SavedRef, bool]]) -> None:
-        """Start reads of the activations that backward uses next, until the window is full.
+        """Start reads of the storages that backward uses next, until the window is full.
 
-        Activations that are still in memory stay in memory, and their queued writes are cancelled.
+        Storages that are still in memory stay in memory, and their queued writes are cancelled.
 
         Args:
-            upcoming: Saved storages in the order of their use, each with a flag: whether a forward pass comes
-                before the use. A forward pass needs most of the window, so reads before a forward pass fill
-                only a part of the window. If there is no room for an item, the next call must get this item
-                again.
+            upcoming: Saved storages in the order in which backward uses them. The flag of a storage is True
+                if a forward pass runs before backward uses the storage. The reads of these storages fill only
+                a part of the window, because the forward pass needs the rest. If the window has no room for a
+                storage, pass the storage again in the next call.
         """
         rooms = list[tuple[SavedStorage, ByteRange]]()
         if self.is_inert:
@@ -502,12 +502,12 @@ class Offloader:
             self._failures.append(_transfer_error("write", ref, error))
 
     def release_memory(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
-        """Stop using the memory of a storage before its owner resizes the storage.
+        """Cancel or finish the write of a saved storage, before other code resizes the storage.
 
-        Before backward, the owner resizes and fills the storage again.
+        The other code must resize and fill the storage again before backward, as FSDP2 does with parameters.
 
         Raises:
-            TransferError: A write that reads the memory does not end.
+            TransferError: The write of the storage does not end.
         """
         if self.is_inert:  # a thread of the parent may have held the lock
             return
@@ -525,7 +525,7 @@ class Offloader:
     # ---- waiting ---------------------------------------------------------------------------------
 
     def _wait(self, transfer: Transfer, ref: SavedRef) -> None:
-        """Wait until a transfer has ended, with or without success.
+        """Wait until a transfer has ended or failed.
 
         Raises:
             TransferError: The transfer does not end within the time limit of the store.
@@ -607,7 +607,7 @@ class Offloader:
     def abandon(self) -> None:
         """Discard a step: cancel queued I/O and wait for running I/O.
 
-        The graphs of the step become unusable.
+        A later backward through a graph of the step raises an error.
         """
         with self._lock:
             self._is_open = True

@@ -1,4 +1,4 @@
-"""A storage that autograd saved, its handles, and its weak handle in the offloader's lists.
+"""Saved storages, and the handles through which autograd uses saved storages.
 
 ::
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class State(enum.Enum):
-    """The place of a saved storage's bytes."""
+    """State of a saved storage."""
 
     PENDING = "in memory, before the write is queued"
     WRITING = "in memory until the write ends"
@@ -32,10 +32,10 @@ class State(enum.Enum):
 
 
 class Unread:
-    """An object that all unused handles of a saved storage hold, except the first handle.
+    """Owner of a restored storage, which all unused handles of the storage share, except the first handle.
 
-    When the last handle with an ``Unread`` is used or dropped, the restored storage loses its strong
-    reference. Counting handles would need a finalizer.
+    After the last of these handles is used or dropped, Python frees the ``Unread`` and the restored storage.
+    A count of handles would need a finalizer instead.
 
     Attributes:
         memory: The restored storage.
@@ -51,7 +51,7 @@ FIRST = Unread()
 
 
 class Handle:
-    """The reference of one saved tensor to a saved storage. Autograd owns the handle.
+    """Reference from one saved tensor to a saved storage. Autograd owns the handle.
 
     Most storages have one handle. The first handle of a storage creates no :class:`Unread`, because each
     object takes time in the cyclic garbage collector.
@@ -77,30 +77,30 @@ class Handle:
 
 
 class SavedStorage:
-    """One storage at one version. Only autograd's handles keep this object alive.
+    """A storage that autograd saved, at one version. Only autograd's handles keep this object alive.
 
     Attributes:
         key: Name of the activation, with the layer and the micro-batch.
         nbytes: Size in bytes.
-        memory: The storage, before its write is queued, if it is kept, or if it was restored for the first
-            handle; else ``None``. A queued write holds its own reference to the storage.
+        memory: Strong reference to the storage until the write is queued; then ``None``. The reference is
+            set again if the storage stays in memory, or is restored for the first handle.
         alive: Weak reference to the original storage or, after a read, to the restored storage.
         start: First byte of the payload in the storage; above 0 if a read aligned the payload for direct I/O.
         address: Original address of the payload. Restored bytes have the same address modulo the store's
             alignment.
-        state: The place of the bytes.
+        state: State of the storage.
         stream: The stream that produced the bytes or, after a read, the stream of the restored memory.
-        is_filling: Whether the operation that saved the storage may still write to it.
+        is_filling: Whether an operation may still write to the storage.
         is_restored: Whether ``alive`` refers to restored memory.
         was_used: Whether backward has used the storage.
         was_held: Whether another reference kept the memory alive until the first use.
         first_waits: Whether the first handle is still unused; ``None`` before the first handle exists.
         unread: Weak reference to the :class:`Unread` of the unused handles after the first handle.
-        ref: The weak handle in the offloader's lists.
+        ref: Weak reference to this object, for the offloader's lists.
         source: Weak reference to the storage that autograd saved. For a dense copy, ``source`` and ``alive``
             differ.
         probe: A tensor that shares the version counter of the saved tensor.
-        version: The version of the saved tensor at its save.
+        version: Version of the saved tensor when the tensor was saved.
         trace: The record of this storage in the step's trace.
     """
 
@@ -142,10 +142,10 @@ class SavedStorage:
 
 
 class SavedRef(weakref.ref["SavedStorage"]):
-    """Weak handle of a :class:`SavedStorage`, with everything that must be released after the saved storage.
+    """Weak reference to a :class:`SavedStorage`, with the data to release after the :class:`SavedStorage`.
 
-    The callback of the weak handle is a C function that appends to a queue. The cyclic garbage collector may
-    call this function while any lock is held, and no interrupt can occur in it.
+    The callback of the reference is a C function that appends to a queue. The callback may run while any lock
+    is held, so it must not take a lock. An interrupt can abort a Python function, but not a C function.
 
     Attributes:
         key: The key of the saved storage.

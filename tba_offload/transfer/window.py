@@ -31,9 +31,9 @@ class TransferStats:
         stall_seconds: Time that the training thread waited for I/O. An accelerator may be busy while the
             training thread waits.
         in_flight_peak: Largest number of bytes in flight.
-        own_peak: Largest number of bytes in the offloader's memory: in flight or kept.
-        stalls: Start and end of each wait of the training thread, except very short waits.
-        marked_stalls: Marks on the device before and after each wait, if requested.
+        own_peak: Largest number of bytes of saved storages in memory: in flight or kept.
+        stalls: Start and end of each wait of the training thread that takes at least :data:`NOTICEABLE`.
+        marked_stalls: Marks on the device before and after each wait, if ``Offloader.marks_stalls`` is True.
     """
 
     offloaded: int = 0
@@ -52,19 +52,19 @@ class TransferStats:
 
 
 class InFlightWindow:
-    """Byte counts of one offloader, under the lock of the offloader.
+    """Counts of the bytes that one offloader has in memory. The lock of the offloader protects the counts.
 
     Attributes:
         rules: The size of the window, and the rules that follow from this size.
         in_flight: Bytes that were saved and not yet freed, plus bytes of reads that backward has not used
             yet.
-        read_ahead: The part of ``in_flight`` that was read ahead.
+        read_ahead: Number of bytes in flight that were read ahead.
         settled: Bytes in memory that the window does not limit, because backward uses them or their write
             failed.
         stats: Figures since the last reset.
         most_read_ahead: Upper limit of ``read_ahead``, set when the device runs out of memory.
-        due: Writes are queued when this number of bytes is pending.
-        tight_above: All pending writes are queued when more bytes than this number are in flight.
+        due: Number of pending bytes from which writes are queued.
+        tight_above: Number of bytes in flight above which all pending writes are queued.
     """
 
     def __init__(self, nbytes: int | None) -> None:
@@ -106,13 +106,13 @@ class InFlightWindow:
         ref.charged = 0
 
     def reset_stats(self) -> None:
-        """Start new :attr:`stats`."""
+        """Set all figures in :attr:`stats` to zero."""
         self.stats = TransferStats()
         self._largest_before, self._largest = self._largest, 0
         self.add(0)
         self.tight_above = self.rules.tight_above(self._largest_before)
 
     def reset(self) -> None:
-        """Set all counts to zero, because the step was discarded."""
+        """Set all counts to zero, after a step was discarded."""
         self.in_flight = self.read_ahead = self.settled = 0
         self.most_read_ahead = float("inf")
