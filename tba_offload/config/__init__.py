@@ -137,7 +137,7 @@ class StoreConfig:
 
 
 _ON_CPU, _ON_ACCELERATOR = 64 * 2**20, 256 * 2**20
-"""Default bytes of a sub-group of optimizer states.
+"""Default sizes of a sub-group of optimizer states in bytes: on a CPU, and on other devices.
 
 Each kernel launch on an accelerator has a delay, so large sub-groups are faster. On an H200, an update in
 sub-groups of 64 MiB takes 1.6 times as long as in sub-groups of 256 MiB. With 64 MiB, a step with ``when:
@@ -282,7 +282,7 @@ class OffloadConfig:
         Args:
             text: The YAML text, which has one document.
             file: Name of the YAML file, for error messages.
-            layers: The layers of all ranks. If given, a rule without effect on all these layers is also an
+            layers: The layers of all ranks. If given, a rule that has no effect on these layers is also an
                 error.
 
         Raises:
@@ -296,7 +296,7 @@ class OffloadConfig:
 
         Args:
             document: The settings. A size is a whole number of bytes, or text with a unit.
-            layers: The layers of all ranks. If given, a rule without effect on all these layers is also an
+            layers: The layers of all ranks. If given, a rule that has no effect on these layers is also an
                 error.
 
         Raises:
@@ -331,7 +331,7 @@ class OffloadConfig:
         return found
 
     def to_yaml(self) -> str:
-        """Write every setting as YAML that :meth:`from_yaml` reads back to an equal configuration."""
+        """Return all settings as YAML text, from which :meth:`from_yaml` reads an equal configuration."""
         exclude: Any = {"source": True, "layers": {"__all__": {"line"}}}
         document = _ADAPTER.dump_python(self, mode="json", exclude=exclude, exclude_none=True)
         document["store"].setdefault("stall_seconds", 0)  # None means no limit
@@ -342,11 +342,11 @@ _ADAPTER = TypeAdapter(OffloadConfig)
 
 
 def _checked(document: object, source: Source, errors: list[ConfigError], layers: Layers) -> OffloadConfig:
-    """Return the configuration of a document, in which reading found the given errors.
+    """Return the configuration of a document.
 
     Raises:
-        ConfigError: The document is invalid. The error lists all problems. Rules are matched with the layers
-            only if all settings are valid.
+        ConfigError: The document is invalid, or ``errors`` is not empty. The error lists all problems. If a
+            setting is invalid, rules are not matched with the layers.
     """
     try:
         config = _ADAPTER.validate_python(document, context=source)
@@ -383,7 +383,7 @@ def read_config(config: ConfigLike, *, layers: Layers = None) -> OffloadConfig:
     Args:
         config: ``"fit"``, a placement, the path of a YAML file, YAML text, a dict of settings, or a
             configuration. ``None`` means ``"fit"``.
-        layers: The layers of all ranks. If given, a rule without effect on all these layers is also an error.
+        layers: The layers of all ranks. If given, a rule that has no effect on these layers is also an error.
 
     Raises:
         ConfigError: The policy is invalid. The error lists all problems.
@@ -448,7 +448,7 @@ def load_config(path: str | Path, *, layers: Layers = None) -> OffloadConfig:
 
     Args:
         path: The file.
-        layers: The layers of all ranks. If given, a rule without effect on all these layers is also an error.
+        layers: The layers of all ranks. If given, a rule that has no effect on these layers is also an error.
 
     Raises:
         ConfigError: The file cannot be read, or the policy is invalid. The message lists each problem with

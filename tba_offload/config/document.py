@@ -169,7 +169,7 @@ def conflict(setting: str, message: str) -> PydanticCustomError:
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def settings(key: str) -> Callable[[type[T]], type[T]]:
-    """Return a decorator for a frozen dataclass whose constructor checks its arguments.
+    """Return a decorator that turns a class into a frozen dataclass. The constructor checks its arguments.
 
     Args:
         key: Key of the section in a policy, or an empty text for the whole policy.
@@ -220,7 +220,7 @@ def errors_of(error: ValidationError, root: type, source: Source) -> list[Config
 
 
 def _path(found: ErrorDetails, root: type) -> Keys:
-    """Return the path of a setting. The names of positional arguments replace the numbers of pydantic."""
+    """Return the path of a setting. Names replace the numbers by which pydantic reports some arguments."""
     path = found["loc"]
     if path and isinstance(path[0], int):
         path = (*_legal_keys(root)[path[0] : path[0] + 1], *path[1:])

@@ -9,9 +9,9 @@ A ``match`` has one of three forms:
 * **a name**, or a glob over names: ``"decoder.layers.2?"``, ``"*.layers.1*"``.
 
 A match with a colon selects numbers within a stack. A match of digits, commas, hyphens, spaces and ``last``
-selects layer numbers. Any other match is a name. A module whose whole name is a number matches by layer
-number, or by a glob such as ``"[3]"``. :func:`fnmatch.fnmatchcase` compares globs: a glob must match the
-whole module name, case matters, and ``*`` also matches dots.
+selects layer numbers. Any other match is a name. If the whole name of a module is a number, match the module
+by layer number or by a glob such as ``"[3]"``. :func:`fnmatch.fnmatchcase` compares globs: a glob must match
+the whole module name, case matters, and ``*`` also matches dots.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _match(value: object) -> str:
 
 @settings("layers")
 class Rule:
-    """Rule of a policy, which sets the placement of all layers that match the rule.
+    """Rule of a policy, which sets the placement of all matching layers.
 
     Raises:
         ConfigError: The match does not have a legal form, or the placement is unknown.
@@ -264,7 +264,7 @@ class Policy:
         return found
 
     def placements(self, everywhere: Sequence[LayerId]) -> set[Placement]:
-        """Return the placements of all layers, and of all rules that need unknown module names."""
+        """Return the placements of all layers, and the placements of all rules in :meth:`unjudged`."""
         known = with_depths(everywhere, everywhere)
         rules = self.unjudged(everywhere)
         return {self.explain(layer)[0] for layer in known} | {rule.placement for rule in rules}

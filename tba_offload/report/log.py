@@ -1,4 +1,4 @@
-"""Run logs: records, a reader, a writer, and the choice of steps that count for figures.
+"""Run logs: records, reader and writer, and the choice of the steps from which figures are computed.
 
 A run log is a file of JSON lines: one header, then one record for each step, and other events::
 
@@ -67,8 +67,7 @@ class RunHeader:
         strategy: Label of the run, for example ``"offload"``. Runs with equal labels form one line of a ROK
             curve.
         schema: Schema number of the log.
-        run: Name of the run, which is the same in the logs of all ranks. A run with one rank has the name
-            None.
+        run: Name of the run, which is the same in the logs of all ranks; None for a run with one rank.
         rank: Rank of the process that wrote the log.
         ranks: Number of ranks of the run. Each rank writes its own log.
         started: Start time of the run in UTC, in ISO 8601 format.
@@ -77,7 +76,8 @@ class RunHeader:
         model: Facts about the model, with arbitrary keys such as name, layers, hidden, batch_size and
             sequence. A ROK curve orders points by ``batch_size``, the number of sequences in a step.
         policy: The policy as YAML text, or None if the run has no policy.
-        plan: Number, placement and reason of the placement for each layer name, on all ranks.
+        plan: For each layer name on all ranks: the layer's number, its placement, and the reason for the
+            placement.
         store: Facts about the store, such as the kind, the I/O path of each directory and the alignment.
     """
 
@@ -108,7 +108,11 @@ class RunHeader:
         return self.title_without()
 
     def title_without(self, *names: str) -> str:
-        """Return the title without the facts of the given names."""
+        """Return the title without some facts.
+
+        Args:
+            names: Names of these facts, for example ``"sequence"``.
+        """
         facts = {**self.model, **self.hardware}
         shown = [name for name in _TITLE if name not in names and facts.get(name)]
         words = [f"{name.replace('_', ' ')} {facts[name]}" for name in shown]
@@ -125,12 +129,12 @@ class StepRecord:
         step: Number of the step in the session, counted from 1.
         seconds: Wall-clock time of the ``with session.step()`` block. A step without a block lasts from the
             first forward to the end of the last backward, without optimizers. The GPU's clock measures the
-            time if the run has a run log or an ``auto`` layer, and no optimizer runs inside the block. In all
-            other cases, the host's clock measures the time. On a GPU, host time is correct only if the block
-            ends with a call that waits for the device, such as ``loss.item()``.
+            time under two conditions: no optimizer runs inside the block, and the run has a run log or an
+            ``auto`` layer. Otherwise, the host's clock measures the time. On a GPU, host time is too short
+            unless the block ends with a call that waits for the device, such as ``loss.item()``.
         optimizer_seconds: Wall-clock time of optimizer steps inside the step; None without an update. If the
-            program updates after its step block, the update before this step counts. On a GPU,
-            ``optimizer_seconds`` is the time in which the host launched the update or waited for the update.
+            optimizer runs after the ``with`` block, the value is the time of the update before this step. On
+            a GPU, the value is the time in which the host launched the update or waited for the update.
         skipped: Whether the gradients were dropped without an update, as a gradient scaler does after an
             overflow. The planner ignores skipped steps.
         forward_seconds: Time of forward passes; None on a GPU.
@@ -145,8 +149,8 @@ class StepRecord:
             states allocated in the step. A gradient counts as an activation until autograd has stored the
             gradient in ``.grad``.
         gradient_bytes: Bytes of gradients allocated in the step.
-        gradient_peak_bytes: Peak bytes of gradients and offloaded frozen weights in memory,
-            including gradients from earlier steps.
+        gradient_peak_bytes: Peak bytes of gradients, including gradients from earlier steps, and of frozen
+            weights that were read back.
         state_bytes: Growth of memory during optimizer steps. Optimizers allocate their states in the first
             step.
         sampled_peak_bytes: Highest sample of memory, if a busy CPU took too few samples to measure the peak.
@@ -204,8 +208,8 @@ class StepRecord:
         predicted_seconds: Value of ``seconds`` that the plan predicted; None before the first plan.
         predicted_device_peak_bytes: Value of ``device_peak_bytes`` that the plan predicted; None without
             ``budget.device_bytes``. The prediction is the activation peak of the plan plus all other memory
-            of the device. Because gradients and activations peak at different times, the prediction is
-            corrected by the difference in the previous step.
+            of the device. Gradients and activations peak at different times. Therefore the prediction is
+            corrected by the difference between measurement and prediction in the previous step.
     """
 
     EVENT: ClassVar[str] = "step"
@@ -525,7 +529,7 @@ def _in_json(value: Any) -> Any:
 _NO_FIGURES = {"step", "skipped", "peak_source"}
 
 FIGURES = tuple(name for name in _NAMES[StepRecord] if name not in _NO_FIGURES)
-"""Names of the numeric fields of a step record. Sinks draw a curve of each field."""
+"""Names of the numeric fields of a step record. Sinks, such as TensorBoard, get a curve of each field."""
 
 PREFIX = "tba-offload/"
 """Prefix of curve names."""
@@ -538,7 +542,7 @@ def curves_of(record: StepRecord, names: Iterable[str] = FIGURES) -> dict[str, f
 
 
 def describe_step(record: StepRecord) -> str:
-    """Return a line with the main figures of a step."""
+    """Return a text with the main figures of a step."""
     parts = [f"step {record.step}" + (" (skipped)" if record.skipped else "")]
     if record.activation_peak_bytes is not None:
         parts.append(f"activation peak {readable_size(record.activation_peak_bytes)}")
@@ -564,11 +568,11 @@ _ENOUGH = 3
 
 
 def describe_run(log: RunLog, keep: Prediction | None) -> str | None:
-    """Return a line with the cost of a run; ``None`` if fewer than two steps have a measured peak.
+    """Return a text with the cost of a run; ``None`` if no activation peak was measured after the first step.
 
     Args:
         log: The run log.
-        keep: Predicted figures of a step that keeps all layers, if known.
+        keep: Prediction for a step that keeps all layers; ``None`` if unknown.
     """
     steps = counted_steps(log) if len(log.steps) > 1 else []
     peak = max((step.activation_peak_bytes or 0 for step in steps), default=0)
@@ -597,7 +601,7 @@ def describe_run(log: RunLog, keep: Prediction | None) -> str | None:
 
 
 class Event(BaseModel):
-    """Event of a run log that is neither a header nor a step record, with checked types."""
+    """Event of a run log that is neither a header nor a step record. The types of the fields are checked."""
 
     EVENT: ClassVar[str]
 
@@ -628,15 +632,15 @@ class PlanEvent(Event):
 
 
 class HeldBytes(NamedTuple):
-    """Memory at one time by holder, in bytes.
+    """Bytes in memory at one time, divided by holder.
 
     Attributes:
         in_flight: Activations that are being written or were prefetched.
-        settled: Activations that backward is using, or that a drive refused.
+        settled: Activations that backward is using, and activations whose write failed.
         small: Tensors that layers with hooks saved and kept in memory, as in ``StepRecord.kept_bytes``.
         kept: Activations of layers that keep all or some saved tensors, or that run without hooks.
         inputs: Inputs of recomputed layers.
-        outputs: Memory that offloaded layers left allocated and that the offloader does not manage.
+        outputs: Memory that offloaded layers left allocated, and that does not belong to saved tensors.
         put_out: Live outputs of the model, from this step or from earlier steps.
     """
 
@@ -663,7 +667,7 @@ class PhasePeak(NamedTuple):
         held: Bytes of ``nbytes`` whose holder is known.
         beside: Bytes without a known holder that were live when the layer began.
         gradients: Bytes of gradients at the peak.
-        frozen: Bytes of offloaded frozen weights that were in memory at the peak.
+        frozen: Bytes of frozen weights that were read back and in memory at the peak.
     """
 
     nbytes: Bytes
@@ -706,7 +710,7 @@ class MemoryEvent(Event):
         placements: Placement of each layer in the step.
         static: Memory that outlives steps.
         phases: Peak of each phase, by the name of the phase.
-        left_out: Number of trained blocks that look like layers but are not attached.
+        left_out: Number of modules with trained parameters that look like layers but are not attached.
         outside: Name and bytes of the largest trained parameter outside the layers.
         frozen_weights: Bytes of the layers' frozen weights that are in memory.
     """

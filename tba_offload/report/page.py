@@ -1,4 +1,4 @@
-"""Report page, with the pictures and tables of the other commands in one HTML file.
+"""HTML report, with the pictures and tables of the other commands in one file.
 
 The template escapes all text from run logs. The HTML page allows neither scripts nor network requests.
 """
@@ -99,7 +99,7 @@ def _run(log: RunLog, name: str, timeline: list[TimelineEvent], ends: Sequence[f
 
 
 def _layers(log: RunLog) -> Table | None:
-    """Return the placement of each layer in the policy, the last placement in a step, and the reason."""
+    """Return a table of each layer's placement in the policy, placement in the last step, and reason."""
     last = log.events(MemoryEvent)[-1:]
     now = dict(zip(last[0].names, last[0].placements, strict=True)) if last else {}
     placed: Any = log.header.plan

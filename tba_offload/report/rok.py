@@ -1,7 +1,7 @@
-"""ROK curves, which show model throughput over peak memory for recompute, offload and keep.
+"""ROK curves (recompute, offload, keep), which show model throughput over peak memory.
 
 Each run is one point. A line connects the points of one strategy in the order of batch size. A run is in the
-Pareto set if no other run needs less memory and is also faster.
+Pareto set if every faster run needs more memory.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def lines(points: Sequence[RokPoint]) -> dict[str, list[RokPoint]]:
 
 
 def pareto(points: Iterable[RokPoint]) -> list[RokPoint]:
-    """Return the Pareto set: points for which no other point needs less memory and is also faster."""
+    """Return the Pareto set: each point for which every faster point needs more memory."""
     candidates = sorted(points, key=lambda each: each.peak_bytes)
     return [each for each in candidates if not any(_beats(other, each) for other in candidates)]
 
@@ -299,7 +299,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def looks(names: Iterable[str]) -> dict[str, tuple[str, str, str]]:
-    """Return a colour, a marker and dashes for each name. A placement has the same look in every picture."""
+    """Return a colour, a marker and a line style for each name. Placements look the same in every picture."""
     known = [*_KNOWN, *(name for name in dict.fromkeys(names) if name not in _KNOWN)]
     return {
         name: (COLOURS[place % 7], "os^hvdX<>pPD*"[place % 13], ("-", "--", "-.", ":")[place // 7 % 4])
@@ -309,7 +309,7 @@ def looks(names: Iterable[str]) -> dict[str, tuple[str, str, str]]:
 
 @contextlib.contextmanager
 def drawing() -> Iterator[None]:
-    """Return a context manager that sets the style of all pictures, whatever the user's matplotlib style.
+    """Set the style of pictures in a ``with`` block, independent of the user's matplotlib style.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -323,7 +323,7 @@ def drawing() -> Iterator[None]:
 
 
 def require_matplotlib() -> None:
-    """Check that matplotlib is installed, before a command computes figures for minutes.
+    """Check that matplotlib is installed. Call this function before a long computation.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -415,7 +415,7 @@ def rok_figure(points: Sequence[RokPoint]) -> Figure:
 
 
 def _write_numbers(axes: Axes, numbers: Sequence[int | None]) -> None:
-    """Write the batch size beside each point, far from lines and other numbers."""
+    """Write a number beside each point, far from lines and other numbers."""
     import numpy as np
 
     drawn = axes.lines[:-2]  # without the Pareto set
@@ -439,7 +439,7 @@ RING: dict[str, Any] = {"marker": "o", "markersize": 13, "mfc": "none", "color":
 
 
 def finish(axes: Axes, y_label: str, title: str = "", *, from_zero: bool = True) -> None:
-    """Label the y-axis, start the y-axis at zero, and set the title."""
+    """Label the y-axis and set the title. By default, start the y-axis at zero."""
     axes.set_ylabel(y_label)
     axes.set_title(textwrap.fill(visible(title), 72), loc="left", fontsize="small")
     if from_zero:

@@ -1,4 +1,4 @@
-"""Tables and sentences for output: in the width of a terminal, or as Markdown in files and pipes."""
+"""Output of tables and sentences: in the width of a terminal, or as Markdown in files and pipes."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Moment(NamedTuple):
         live: All live bytes, without gradients.
         in_flight: Activations in flight, including prefetched activations.
         read_ahead: Prefetched activations.
-        settled: Activations that backward is using, or that a drive refused.
+        settled: Activations that backward is using, and activations whose write failed.
         left: Activations that layers keep in memory.
     """
 
@@ -80,12 +80,12 @@ class Move(NamedTuple):
 
 
 class Drive(NamedTuple):
-    """A drive or host memory that holds one kind of data.
+    """A drive or host memory, with one kind of data on the drive or in host memory.
 
     Attributes:
         number: Number of the directory in the policy.
         place: Path of the directory, or ``host memory``.
-        moves: The data: Kind of data: ``optimizer states``, ``frozen weights``, or empty for activations.
+        moves: Kind of data: ``optimizer states``, ``frozen weights``, or empty for activations.
     """
 
     number: int
@@ -112,8 +112,7 @@ class TimelineEvent(Event):
         points: Memory at several times. The tuple is empty if memory was not measured.
         updates: Start and end of each optimizer step.
         budget: Activation budget in bytes; None for no limit.
-        drives: The drives. A drive that also holds states or weights has one more entry for each kind of
-            data.
+        drives: Drives and host memory, with a separate entry for each kind of data.
         moves: All reads and writes, ordered by start time.
         title: Text with the model and the machine, from the header of the log.
     """
@@ -149,7 +148,7 @@ class TimelineEvent(Event):
     def backwards(self) -> list[tuple[ScopeTimes, float, float]]:
         """Return each run of a layer, with the start and end of its backward.
 
-        A backward ends where the next event starts.
+        A backward ends when the next layer run starts, or at the end of the backward pass.
         """
         reached = [(scope, scope.backward_began) for scope in self.scopes if scope.backward_began is not None]
         begins = sorted(began for _, began in reached)
@@ -211,7 +210,7 @@ _PARTS: dict[str, tuple[str, Callable[[Moment], int]]] = {
 
 
 def ends_of(timeline: TimelineEvent) -> tuple[float, ...]:
-    """Return the upper ends of the axes of a timeline: seconds, bytes of memory, and bytes per second."""
+    """Return the upper limits of the axes of a timeline: seconds, bytes of memory, and bytes per second."""
     peak, budget = max((point.live for point in timeline.points), default=1), timeline.budget or 0
     rates = [float(rate.max()) for both in _rates(timeline) for rate in both]
     memory = budget if peak < budget <= 3 * peak else peak
@@ -240,7 +239,7 @@ def timeline_figure(timeline: TimelineEvent, ends: Sequence[float] = ()) -> Figu
 
     Args:
         timeline: The step.
-        ends: Upper ends of the axes from :func:`ends_of`. By default, the ends of ``timeline``.
+        ends: Upper limits of the axes from :func:`ends_of`. By default, the limits for ``timeline``.
     """
     from matplotlib.figure import Figure
 
@@ -304,7 +303,7 @@ def _draw_traffic(panels: list[Axes], timeline: TimelineEvent, largest: float) -
 
 
 def _draw_lanes(axes: Axes, timeline: TimelineEvent, end: float) -> None:
-    """Draw a row for each phase and a row for stalls. Wide runs of layers show the layer number."""
+    """Draw a row for each phase and a row for stalls. Wide bars show the number of the layer."""
     for row, runs in enumerate((timeline.forwards(), timeline.backwards())):
         for scope, began, ended in runs:
             colour, ink = (COLOURS[0], "white") if scope.layer % 2 else (COLOURS[5], INK)

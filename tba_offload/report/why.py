@@ -1,7 +1,7 @@
 """Diagnosis of memory: the peak of a step, the holders of memory at the peak, and the most effective change.
 
-A rule detects each cause, proposes one change, and computes the bytes that this change would free in each
-phase. The new peak is the highest phase after the change, because another phase may be almost as high.
+For each cause, a rule proposes one change and computes the bytes that this change would free in each phase.
+The peak after the change is the highest peak of all phases, because another phase may be almost as high.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ _PHASES = {
 """Name and description of each phase, and the name of working memory in this phase."""
 
 _WORTH, _OTHERS = 1 / 32, 2
-"""Smallest share of the peak that a reported change saves, and the largest number of further changes."""
+"""Smallest fraction of the peak that a reported change saves, and the number of changes that are reported
+after the most effective change."""
 
 _SLOTS, _LARGEST_SUB_GROUP = 3, 64
 """Number of sub-groups of offloaded states in memory at one time, and the largest advised sub-group in
@@ -67,8 +68,8 @@ _CHUNK = 1024
 be large."""
 
 _OF_THE_MODEL = ("one large gradient", "gradients", "optimizer states", "frozen weights", "one layer")
-"""Causes other than activations. Only a change to one of these causes can lower the peak of backward below
-the bytes of gradients and one layer."""
+"""Causes other than activations. Changes for all other causes cannot lower the peak of backward below the
+bytes of gradients and of one layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class Finding:
 
     Attributes:
         cause: Name of the cause, for programs.
-        nbytes: Bytes of the peak that the change affects; 0 if these bytes were live before the step.
+        nbytes: Number of bytes that the change frees at the peak; 0 for memory of earlier steps.
         saves: Number of bytes by which the change lowers the peak.
         what: Description of the cause.
         change: Description of the change.
@@ -132,7 +133,7 @@ class Diagnosis:
 
     @classmethod
     def of(cls, log: RunLog) -> Diagnosis:
-        """Return the diagnosis of a run. The first step counts only if no other step was measured.
+        """Return the diagnosis of a run. The first step is ignored if another step was measured.
 
         Raises:
             RunLogError: The run log has no step, or has a damaged event.
@@ -170,11 +171,11 @@ class Diagnosis:
         return max(self.step.forwarded_bytes + self.step.read_bytes, self.step.offloaded_bytes)
 
     def most(self, holder: str, *phases: str) -> int:
-        """Return the largest number of bytes of a holder in the given phases (by default in all phases)."""
+        """Return the largest number of bytes of a holder in some phases; by default, in all phases."""
         return max((each.of(holder) for each in self.phases if each.name in phases or not phases), default=0)
 
     def where(self, phase: Phase) -> str:
-        """Return the description of a phase with the name of the layer."""
+        """Return a description of a phase, with the name of the layer that was running at the peak."""
         names = self.memory.names if self.memory is not None else []
         name = f" ({names[phase.layer]})" if phase.layer < len(names) else ""
         return _PHASES[phase.name][1].format(f"layer {phase.layer}{name}")
@@ -254,7 +255,7 @@ class Diagnosis:
 
 
 def why(path: str | os.PathLike[str]) -> Diagnosis:
-    """Return the diagnosis of a run. In a run with several ranks, the rank with the highest peak counts.
+    """Return the diagnosis of a run. Of several ranks, choose the rank with the highest peak.
 
     Args:
         path: Path of the run log.
@@ -292,7 +293,7 @@ def _lasting(log: RunLog, step: StepRecord, memory: MemoryEvent) -> dict[str, in
 
 
 def _held(peak: PhasePeak, lasting: Mapping[str, int]) -> dict[str, int]:
-    """Return the bytes of a peak by holder, at most the live bytes: counters may lag behind the allocator."""
+    """Return the bytes of a peak by holder. Counters may lag behind the allocator, so the sum is limited."""
     left, books = peak.nbytes, peak.held._asdict() | {"beside": peak.beside}
     held = dict(lasting) | {"gradients": peak.gradients}
     held["parameters"] += peak.frozen
@@ -326,7 +327,7 @@ def _store(seen: Diagnosis, _: MemoryEvent) -> Iterator[Cause]:
 
 
 def _is_host_store_on_cpu(seen: Diagnosis) -> bool:
-    """Return True if the store is host memory on a CPU. The store's bytes then look like memory of layers."""
+    """Return True if the model is on a CPU and the store in host memory. Layers seem to hold these bytes."""
     return seen.log.header.store.get("kind") == "host" and _is_on_cpu(seen.step)
 
 
@@ -343,7 +344,7 @@ def _held_elsewhere(seen: Diagnosis, _: MemoryEvent) -> Iterator[Cause]:
 def _known_elsewhere(seen: Diagnosis) -> int:
     """Return the bytes that references outside autograd keep in memory.
 
-    In the first step, tensors with outside references are written in vain.
+    The first step writes these tensors without freeing memory. Later steps keep the tensors in memory.
     """
     return max(step.held_bytes for step in seen.log.steps)
 
@@ -385,7 +386,7 @@ def _but_one_layer(holder: str, layers: int) -> Callable[[Phase], int]:
 
 
 def _change_of_plan(seen: Diagnosis, names: list[str], better: str) -> str:
-    """Return the change that gives layers another placement, in the policy or through the budget."""
+    """Return a text that tells how to give layers another placement, in the policy or by a budget."""
     entries, budget = [seen.log.header.plan.get(name) for name in names], seen.step.activation_budget_bytes
     if not all(isinstance(entry, dict) and entry.get("placement") == "auto" for entry in entries):
         return f"set the placement of these layers to {better}"
@@ -413,7 +414,7 @@ def _loss(seen: Diagnosis, memory: MemoryEvent) -> Iterator[Cause]:
 
 
 def _left_out(seen: Diagnosis, memory: MemoryEvent) -> int:
-    """Return the estimated bytes that blocks outside the layers save. Each block counts like one layer."""
+    """Return the estimated bytes that unattached blocks save. The estimate counts each block as one layer."""
     return memory.left_out * seen.saved_bytes // max(seen.step.scopes, 1)
 
 
