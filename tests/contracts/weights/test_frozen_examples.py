@@ -25,7 +25,7 @@ for frozen in ("keep", "offload"):
     runpy.run_path(example, run_name="__main__")
 """
 
-MOST = {"qlora": 1.0}
+MOST = {"qlora": 1.0, "experts": 0.8}
 """Bytes read in a step, over those that the forward and the backward of all frozen weights need."""
 
 
