@@ -364,7 +364,7 @@ def blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def new_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    """Allocate bytes with fewer calls than a tensor needs."""
+    """Allocate an uninitialized storage, which takes fewer calls than a tensor."""
     return torch.UntypedStorage(nbytes, device=device)  # type: ignore[no-untyped-call]
 
 

@@ -7,7 +7,8 @@ import ctypes
 import torch
 
 _WORD, _ROW = 8, 4096
-"""Size of a word and of a row of the table, in bytes. One byte in 512 is copied to the host."""
+"""Sizes in bytes of a word and of a row in the table of :func:`sums`. One byte in 512 is copied to the
+host."""
 
 
 def sums(data: torch.Tensor) -> bytes:

@@ -41,7 +41,8 @@ class _Pinned(mmap.mmap):
 def mapped_memory(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
     """Allocate whole pages outside malloc.
 
-    For a model on a CPU, malloc's count of live bytes measures the device memory. The pages do not count.
+    For a model on a CPU, malloc's count of live bytes measures the device memory. The allocated pages are not
+    part of this count.
 
     Args:
         nbytes: Size in bytes.

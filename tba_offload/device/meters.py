@@ -50,7 +50,7 @@ class MemoryMeter:
         whole_peak: The peak of all live bytes, including excluded bytes.
         reserved: Largest number of bytes that the allocator held; None if the allocator does not report this
             number.
-        samples_taken: Number of samples of the peak; None if the peak is exact.
+        samples_taken: Number of samples since :meth:`reset`; None if the peak is exact.
         is_thin: Whether the samples may have missed the peak; valid after :meth:`peak`.
         returns_pages: Whether malloc returns freed memory to the system if too much freed memory is held.
             Returned memory causes page faults, so ``returns_pages`` is False for steps that keep all

@@ -6,7 +6,8 @@ LEARN takes three steps. The first step offloads every ``auto`` layer, with a sm
 other two steps, a quarter of the layers is kept, a quarter is recomputed, and a quarter is placed
 ``offload-remat``. Fewer layers get these placements if the budget is too small.
 
-TRY alternates between the best plan and the best uniform plan. The plan with the faster measured steps wins.
+TRY alternates between the best plan and the best uniform plan. A uniform plan gives all layers that are not
+kept the same placement. The plan with the faster measured steps wins.
 If the measured times predict that a third plan is faster, the third plan races once against the winner.
 
 HOLD keeps the winning plan. The controller makes a new plan if the times of three consecutive steps have
@@ -57,8 +58,8 @@ FIRST_WINDOW = 16
 activations is not yet measured."""
 
 ROUNDS, ROUNDS_ON_HOST = 2, 3
-"""Number of steps that each plan of a race runs: the first number if the device's clock measures the steps,
-the second number if the host's clock measures the steps. The fastest step of each plan counts."""
+"""Number of steps for which TRY measures each plan: the first number if the device's clock measures the
+steps, the second number if the host's clock measures the steps. The fastest step of each plan counts."""
 
 OFF, OFF_STEPS, OTHER_RATE = 0.1, 3, 1 / 3
 """Thresholds for a new plan: relative change of step times, number of consecutive steps with this change, and
@@ -247,7 +248,7 @@ class Controller:
     def observe(self, seen: StepObservation) -> Plan:
         """Add a finished step, and return the plan for the next step.
 
-        Ranks that share layers recompute the same layers.
+        All ranks that share layers recompute the same layers.
         """
         plan, names, agreed = self.propose(seen), self.task.names, seen.plan.placements
         if self.task.agree is None:
@@ -338,7 +339,7 @@ class Controller:
     # ---- LEARN -----------------------------------------------------------------------------------
 
     def _next_lesson(self) -> Plan:
-        """Return a plan under which layers of one kind run with several placements, to measure them."""
+        """Return a plan under which layers of one kind run with several placements, to measure these."""
         first = self.task.first()
         case = self._case(UNMEASURED)
         case = replace(case, limits=replace(case.limits, window=first.window))
@@ -473,7 +474,7 @@ class Controller:
     def _improved(self, case: Case, winner: Plan) -> Plan:
         """Return the winner of the race, or a better plan that the solver finds with the measured times.
 
-        A race is extended by a better plan at most once. A winner that writes more bytes per day than allowed
+        A better plan joins the race at most once. A winner that writes more bytes per day than allowed
         is always replaced.
         """
         # Assume the highest headroom of all racing plans.
@@ -591,7 +592,7 @@ def _may_try(case: Case, layer: int, way: Placement) -> bool:
 
 
 def _is_worth_it(better: Plan, now: Plan) -> bool:
-    """Return True if the predicted step of ``better`` is shorter by at least :data:`WORTH_IT`."""
+    """Return True if the predicted step of ``better`` is shorter by the fraction :data:`WORTH_IT` or more."""
     new, old = better.prediction, now.prediction
     return new is not None and old is not None and new.seconds <= (1 - WORTH_IT) * old.seconds
 

@@ -56,7 +56,7 @@ effect."""
 
 
 ASSUMED = Bandwidth(1e9, 1e9, is_assumed=True)
-"""Rates of drives before the first transfer."""
+"""Assumed rates of drives, until a transfer is measured."""
 
 EVIDENCE = 32 << 20
 """Number of written or read bytes after which measured rates replace the rates of the probe."""
@@ -411,7 +411,8 @@ class Rates:
     Attributes:
         floor: Write and read rates that a probe of the store measured, in bytes per second; ``None`` without
             a probe. These rates are lower bounds until steps have transferred :data:`EVIDENCE` bytes. If the
-            store has drives and host memory, the rates apply to the one that takes writes first.
+            store has drives and host memory, the rates apply to drives or to host memory, whichever takes
+            writes first.
     """
 
     def __init__(self) -> None:
@@ -498,7 +499,7 @@ class Sizes:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Begin a step without runs."""
+        """Forget the runs of the last step."""
         self._seen: defaultdict[int, set[RunSize]] = defaultdict(set)
         self._runs = 0
         self._has_grown = False

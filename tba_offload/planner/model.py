@@ -132,7 +132,7 @@ def median_of(timings: tuple[Timing, ...]) -> Timing:
 
 
 def computed_as(placement: Placement) -> Placement:
-    """Return the placement whose measured times apply to ``placement``, because both compute the same."""
+    """Return the placement whose measured times also apply to ``placement``."""
     way = placement.as_run
     if way.percent < 100:
         return Placement.OFFLOAD
@@ -140,14 +140,14 @@ def computed_as(placement: Placement) -> Placement:
 
 
 class Slot(NamedTuple):
-    """One run of a layer in one direction.
+    """One forward or backward of a layer.
 
     Attributes:
         layer: Index of the layer.
-        micro_batch: Number of the forward pass in the step.
-        backward: Whether the run is a backward of the layer.
-        gap: Seconds of other compute before the run.
-        gradients: Largest number of gradient bytes during the run; 0 if gradients are not included.
+        micro_batch: Number of the micro-batch in the step.
+        backward: True for a backward, False for a forward.
+        gap: Seconds of other compute before this forward or backward.
+        gradients: Largest number of gradient bytes at this time; 0 if gradients are not included.
     """
 
     layer: int
@@ -165,7 +165,7 @@ class StepProfile:
         kinds: The kinds of layers.
         layers: For each layer, the index of the layer's kind in ``kinds``.
         timings: For each kind of layer, the measured times.
-        slots: The runs of layers in the step, in order.
+        slots: The forwards and backwards of layers in the step, in order.
         tail: Seconds of compute after the last slot.
         loss_bytes: Bytes in use between the last forward and the first backward, without the tensors that
             layers have saved.
@@ -229,7 +229,7 @@ class StepProfile:
         return Timing(*(min(max(a, b), c) for a, b, c in zip(measured, keep, whole, strict=True)))
 
     def is_measured(self, placement: Placement) -> bool:
-        """Return True if the times of at least one kind of layer were measured under this placement."""
+        """Return True if, for every kind of layer, times were measured or can be scaled from another kind."""
         kinds = range(len(self.kinds))
         return all(self._measured(kind, computed_as(placement)) is not None for kind in kinds)
 
@@ -275,7 +275,7 @@ class Bandwidth:
         return replace(self, write=self.write * factor, read=self.read * factor)
 
     def differs_from(self, other: Bandwidth, share: float) -> bool:
-        """Return True if a rate or the capacity differs from ``other`` by more than ``share``."""
+        """Return True if a rate or the capacity differs from ``other`` by more than a fraction."""
         pairs = zip_longest(self._figures(), other._figures(), fillvalue=0.0)
         return any(not (1 - share) * old <= new <= (1 + share) * old for new, old in pairs)
 
@@ -345,7 +345,7 @@ class Limits:
     is_fit: bool = False
 
     def on_device(self, device: DeviceShare) -> Limits:
-        """Return these limits, reduced to the memory that ``device`` leaves."""
+        """Return these limits, reduced to the memory that ``device`` leaves for activations."""
         # If the user set a budget, it limits activations alone. Otherwise activations may use the room of
         # later gradients.
         nets = self.nets_gradients or self.budget is None
@@ -361,7 +361,7 @@ class Limits:
         return float("inf") if self.budget is None else self.budget * (1 - MARGIN)
 
     def planned_in(self, seconds: float) -> float:
-        """Return the number of bytes that a step may write within the daily limit."""
+        """Return how many bytes a step of this duration may write within the daily limit."""
         if self.written_per_day is None:
             return float("inf")
         return self.written_per_day * seconds / DAY * (1 - MARGIN)
@@ -375,7 +375,7 @@ class Prediction:
         seconds: Duration of the step.
         stall_seconds: Seconds in which compute waits for I/O.
         peak_bytes: Largest use of the budget in bytes, including memory beside activations and the headroom.
-            While gradients do not exist yet, activations may use their memory without using the budget.
+            Activations in memory that later gradients need are not counted.
         written_bytes: Bytes written to drives.
         activation_peak: Largest use of memory in bytes, including memory beside activations and the headroom.
         held_bytes: Largest use of the budget in bytes, without bytes in flight.

@@ -76,8 +76,8 @@ class LayerUnder(NamedTuple):
     Attributes:
         way: Placement of the layer.
         timing: Seconds of the layer's forward and backward.
-        saves: The activations that forward saves, in order, each with a flag for activations that stay in
-            memory.
+        saves: The activations that forward saves, in order. The flag of an activation is True if the
+            activation stays in memory.
         rebuilt: The activations that backward rebuilds.
         small: Bytes that stay in memory from the start of forward.
         after: Bytes that stay in memory from the end of forward.
@@ -184,7 +184,7 @@ class _Step:
     # ---- slots -----------------------------------------------------------------------------------
 
     def run(self, slot: Slot) -> None:
-        """Simulate one slot."""
+        """Simulate one forward or backward of a layer."""
         layer = self._layers[slot.layer]
         if slot.backward and not self._is_backward:
             self._beside = self._at_loss

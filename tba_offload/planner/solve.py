@@ -37,8 +37,8 @@ GRID = 6
 """Number of intervals of the first search grid."""
 
 MOST_PLAYS, LEAST_PLAYS, MOST_PLAYED = 500, 40, 200_000
-"""Limits of the search: the largest and smallest number of simulated plans, and the number of simulated
-activations. With these limits, a search takes about half a second."""
+"""Limits of the search: the largest and smallest number of simulated plans, and the largest number of
+simulated activations. With these limits, a search takes about half a second."""
 
 MOST_ITEMS = 1500
 """Largest number of activations in a simulated step. In a larger step, neighbouring activations are merged,
@@ -69,7 +69,7 @@ class Case:
         policy: Placement of each layer in the policy. The solver chooses placements for ``auto`` layers.
         objective: Goal of the solver: shortest step, or lowest peak without a longer step.
         not_recomputed: ``auto`` layers that must not be recomputed.
-        highest: Largest activation peak in bytes that a plan may have, beside ``limits``.
+        highest: Further limit: the largest activation peak in bytes that a plan may have.
     """
 
     profile: StepProfile
@@ -174,7 +174,8 @@ def best_plain(case: Case, other: Plan, *, recomputes: bool) -> Plan | None:
     Args:
         case: Input of the solver.
         other: Plan that is excluded.
-        recomputes: Whether to prefer a placement that recomputes, if a plan with recomputation fits.
+        recomputes: Whether to prefer plans that recompute layers, if one of these plans stays within the
+            limits.
     """
     search = _Search(replace(case, profile=coarse(case.profile)))
     again = [way for way in case.sparing if way.recomputes and recomputes]
@@ -307,7 +308,7 @@ def coarse(profile: StepProfile) -> StepProfile:
 
 
 def _with_few_micro_batches(profile: StepProfile) -> StepProfile:
-    """Return the profile with fewer micro-batches: those that run when most micro-batches are in progress."""
+    """Return the profile with only the micro-batches near the time when most micro-batches are active."""
     order = list(dict.fromkeys(slot.micro_batch for slot in profile.slots))
     last = {slot.micro_batch: place for place, slot in enumerate(profile.slots)}
     running: dict[int, None] = {}
@@ -324,7 +325,7 @@ def _with_few_micro_batches(profile: StepProfile) -> StepProfile:
 
 
 def _merged(activations: Sequence[Saved], most: int) -> tuple[Saved, ...]:
-    """Merge neighbouring activations of the same treatment into one activation.
+    """Merge neighbouring activations that are all rebuilt, or all not rebuilt, into one activation.
 
     The merged activation is saved at the time of the last neighbour, and used at the time of the first
     neighbour.

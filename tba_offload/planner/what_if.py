@@ -76,8 +76,8 @@ class Situation:
             bandwidth: Rates of the drives, which replace the measured rates.
 
         Raises:
-            RunLogError: The run log cannot be read or has no plan, or there is a run log for each of several
-                ranks. The run measured no drive rates, and ``bandwidth`` is ``None``.
+            RunLogError: The run log cannot be read, or has no plan. Several ranks have written a run log for
+                ``path``. The run measured no drive rates, and ``bandwidth`` is ``None``.
             ConfigError: The policy in the run log cannot be read.
         """
         first, *others = paths_of_ranks(path)
@@ -162,9 +162,9 @@ class Situation:
         return device
 
     def case(self, budget: int | None) -> Case:
-        """Return the input of the solver, with a budget in bytes. All layers are ``auto``.
+        """Return the solver input for a budget in bytes, with all layers ``auto``.
 
-        Without a budget, the solver looks for the lowest peak with two conditions: training never waits for
+        Without a budget, the solver looks for the lowest peak under two conditions: training never waits for
         I/O, and a step takes no longer than with placement ``keep``.
         """
         limits = Limits(budget, self.config.budget.window(), self.config.store.write_bytes_per_day)
@@ -307,8 +307,8 @@ def _measured_step(log: RunLog) -> tuple[int, float] | None:
 def _beside_activations(steps: Sequence[StepRecord], updates: Sequence[Any]) -> tuple[int, int] | None:
     """Return the largest live bytes before a step, with new optimizer states, and the largest gradient bytes.
 
-    If states are offloaded, the figures are those of the last step without states, because the number of
-    states on the device may change.
+    If states are offloaded, the live bytes come from the last step, and states are not counted. The number of
+    states on the device may change from step to step.
     """
     measured = [step for step in steps if step.base_bytes is not None]
     if updates and measured:

@@ -184,8 +184,8 @@ class StepRecord:
             tensors again.
         kept_bytes: Bytes that layers with hooks kept in memory: small tensors, tensors of unsupported kinds,
             and tensors with references outside autograd.
-        recomputed_scopes: Number of scopes that backward recomputed.
-        scopes: Number of scopes in the step. Each run of a layer on a micro-batch is one scope.
+        recomputed_scopes: Number of layer runs that backward recomputed.
+        scopes: Number of layer runs in the step. Each layer runs once for each micro-batch.
         in_flight_peak_bytes: Peak bytes in flight: saved bytes that are not freed yet, plus prefetched bytes
             that are not used yet.
         given_up_bytes: Bytes of prefetches that were cancelled. Backward read these bytes on demand later.
@@ -201,8 +201,8 @@ class StepRecord:
             offloaded.
         weights_waited_seconds: Time that the training thread waited for frozen weights; None if no frozen
             weights are offloaded. ``stall_seconds`` does not include this time.
-        left_alone_scopes: Number of scopes that ran without hooks of tba-offload, because saved-tensor hooks
-            of other code were active.
+        left_alone_scopes: Number of layer runs without hooks of tba-offload, because saved-tensor hooks of
+            other code were active.
         planning_seconds: Time that training waited for the planner before the step; None without a planner.
         predicted_peak_bytes: Activation peak that the plan predicted; None before the first plan.
         predicted_seconds: Value of ``seconds`` that the plan predicted; None before the first plan.
@@ -313,7 +313,7 @@ class RunLog:
 
 
 def counted_steps(log: RunLog) -> list[StepRecord]:
-    """Return the steps that count for figures: all steps after the warm-up whose update was not skipped.
+    """Return the steps that count for figures: all steps after the warm-up, except steps without update.
 
     The first step allocates memory, and the times of the next steps are irregular. In a run of more than six
     steps, the first three steps are the warm-up. In a run of two to six steps, only the first step is the
@@ -324,7 +324,10 @@ def counted_steps(log: RunLog) -> list[StepRecord]:
 
 
 def timed_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return the steps in which memory was not measured, because measuring takes time."""
+    """Return the steps in which memory was not measured, because measuring takes time.
+
+    If memory was measured in all steps, return all steps.
+    """
     return [step for step in steps if step.peak_source is None] or list(steps)
 
 
@@ -564,7 +567,7 @@ def describe_step(record: StepRecord) -> str:
 
 
 _ENOUGH = 3
-"""Smallest number of steps of a plan whose median time is reported."""
+"""Smallest number of steps under one plan from which a median time is computed."""
 
 
 def describe_run(log: RunLog, keep: Prediction | None) -> str | None:

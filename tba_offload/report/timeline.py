@@ -80,7 +80,7 @@ class Move(NamedTuple):
 
 
 class Drive(NamedTuple):
-    """A drive or host memory, with one kind of data on the drive or in host memory.
+    """One kind of data on a drive or in host memory.
 
     Attributes:
         number: Number of the directory in the policy.

@@ -69,7 +69,7 @@ be large."""
 
 _OF_THE_MODEL = ("one large gradient", "gradients", "optimizer states", "frozen weights", "one layer")
 """Causes other than activations. Changes for all other causes cannot lower the peak of backward below the
-bytes of gradients and of one layer."""
+memory of the gradients and of one layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Finding:
     """Cause of the memory peak, and the change that removes the cause.
 
     Attributes:
-        cause: Name of the cause, for programs.
+        cause: Short name of the cause, for use in programs.
         nbytes: Number of bytes that the change frees at the peak; 0 for memory of earlier steps.
         saves: Number of bytes by which the change lowers the peak.
         what: Description of the cause.
@@ -327,7 +327,7 @@ def _store(seen: Diagnosis, _: MemoryEvent) -> Iterator[Cause]:
 
 
 def _is_host_store_on_cpu(seen: Diagnosis) -> bool:
-    """Return True if the model is on a CPU and the store in host memory. Layers seem to hold these bytes."""
+    """Return True if the model and the store are in host memory. Layers then seem to hold stored bytes."""
     return seen.log.header.store.get("kind") == "host" and _is_on_cpu(seen.step)
 
 

@@ -27,7 +27,7 @@ BLOCK = values.BLOCK
 """Offsets and lengths of extents are multiples of this number of bytes."""
 
 DRIVE_TIER, HOST_TIER = "drive", "host"
-"""The valid tiers of a :class:`Store`."""
+"""Values of :attr:`Store.tier`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +65,7 @@ def round_up(nbytes: int, multiple: int) -> int:
 
 
 class Store(ABC):
-    """Base class of a store in a file on one drive, in host memory, or of a kind of your own.
+    """Base class of stores, which keep bytes in a file on one drive, in host memory, or elsewhere.
 
     A subclass implements :meth:`write` and :meth:`read`. I/O threads call both methods. Several calls may run
     at the same time, each for a different extent. If a write raises ``OSError``, ``MemoryError`` or
@@ -145,7 +145,7 @@ class Store(ABC):
         """Free the room after the first ``end`` bytes, which no extent uses."""
 
     def close(self) -> None:  # noqa: B027 - as above
-        """Free everything, after the last transfer has ended."""
+        """Free all resources of the store, after the last transfer has ended."""
 
     def abandon(self) -> None:  # noqa: B027 - as above
         """Close descriptors in a forked child.

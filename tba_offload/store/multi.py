@@ -51,14 +51,14 @@ WARN_AFTER = 0.1
 class MultiStore:
     """A store that combines several stores. Each store has its own threads, extents, load and health.
 
-    A write goes to one store, which takes writes and has room. If there are drives and host memory,
+    A write goes to one store that takes writes and has room. If there are drives and host memory,
     :func:`tba_offload.planner.window.is_for_host` chooses between drives and host memory. Among several
     drives, the write goes to the drive with the shortest estimated time. The estimate counts the bytes that a
     drive holds and the bytes that are queued for the drive.
 
     If a write fails, its drive takes no writes for a pause, and all queued writes to the drive fail. After
     the pause, one write tries the drive again. Each failure doubles the pause. A write to a full drive fails
-    when the drive has to grow.
+    when the file on the drive has to grow.
 
     Args:
         stores: At least one store. Closing the :class:`MultiStore` closes all stores. If the first store is

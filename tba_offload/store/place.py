@@ -1,4 +1,4 @@
-"""One drive of a store, or the host memory of a store: room, health and load."""
+"""State of one drive, or of host memory: room, health and load."""
 
 from __future__ import annotations
 
