@@ -374,13 +374,17 @@ def test_where_nothing_may_be_pinned_pageable_memory_serves(store: str, tmp_path
     before = lagging.count("pinned_bytes")
     with lagging.locked_memory_of(0):
         with pytest.warns(RuntimeWarning, match="cannot be pinned"):
-            session = tba.attach(model, config_for(in_flight=WINDOW, **where))
+            session = tba.attach(model, config_for(in_flight=WINDOW, **where), run_log=tmp_path / "run.jsonl")
         with session:  # a second warning would be an error
             assert_same_history(history_of(model, session), expected)
             record, description = session.records[-1], session.store.description
+            train(model, session, steps=2, loss=loss_on_lagging)
     assert lagging.count("pinned_bytes") == before
     assert record.offloaded_bytes > 0 < record.read_bytes
     assert ("pageable memory" in str(description)) is (store != "file")
+    events: Any = read_run_log(tmp_path / "run.jsonl").others
+    (rates,) = [event["drive"] for event in events if event["event"] == "plan"]
+    assert not (rates["host"] if store == "tiered" else rates)["is_assumed"]  # this memory has its own rates
 
 
 # What has ended, or has failed
