@@ -5,9 +5,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from around import put_around
+from harness import MIB
+from torch import nn
+
+import tba_offload as tba
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tba_offload.store.base import Extent
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS, CONTEXT, WIDTH, HEAD = 3, 256, 512, 128
@@ -31,3 +45,62 @@ def test_the_bytes_of_a_forward_are_predicted_and_the_rate_is_raced(tmp_path: Pa
         assert rows[name]["predicted_need"] == pytest.approx(rows["host"]["predicted_need"])
     assert rows["drive at 1.2x"]["rate"] == pytest.approx(1.2 * rows["drive"]["need"])
     assert all(row["same_losses"] for row in rows.values())
+
+
+SECONDS, DEPTH, INPUT = 0.05, 16, MIB
+
+
+class _Sleeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        time.sleep(SECONDS)
+        ctx.save_for_backward(x)
+        return x * 1.5
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        assert ctx.saved_tensors
+        time.sleep(2 * SECONDS)
+        return gradient * 1.5
+
+
+class Sleeper(nn.Module):
+    """A layer whose times do not depend on the machine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Sleeps.apply(x) * self.scale
+
+
+def waits(directory: Path, share: float, **store: Any) -> float:
+    """Waits of a step on a drive with a share of the rate that the inputs of layers need."""
+    model, rate = nn.Sequential(*(Sleeper() for _ in range(DEPTH))), share * INPUT / SECONDS
+
+    @contextmanager
+    def held_to_the_rate(_: str, extent: Extent) -> Iterator[None]:
+        yield
+        time.sleep(extent.nbytes / rate)
+
+    policy = {"default": "recompute-offload", "budget": {"in_flight_bytes": 3 * INPUT}}
+    where = {"kind": "file", "directories": [directory], "readers": 1, "writers": 1, **store}
+    with tba.attach(model, policy | {"store": where}, layers=list(model), measure_memory=False) as session:
+        put_around(session.store, held_to_the_rate, tier="drive")
+        for _ in range(3):
+            with session.step():
+                model(torch.ones(INPUT // 4, requires_grad=True) * 1).sum().backward()
+        return min(record.stall_seconds for record in session.records[1:])
+
+
+@pytest.mark.full
+def test_a_drive_with_too_low_a_rate_costs_what_the_rate_says_and_host_memory_first_takes_it_away(
+    tmp_path: Path,
+) -> None:
+    assert waits(tmp_path, 1.2) < SECONDS / 2
+    # All inputs but a window are written at the rate, from the second save on.
+    expected = (DEPTH - 3) * SECONDS / 0.8 - (DEPTH - 2) * SECONDS
+    assert waits(tmp_path, 0.8) == pytest.approx(expected, abs=SECONDS)
+    first = {"order": ["host", "drive"], "host_capacity": DEPTH * INPUT // 2}
+    assert waits(tmp_path, 0.8, **first) < SECONDS / 2
