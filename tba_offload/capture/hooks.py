@@ -280,19 +280,6 @@ class LayerHooks:
         self._filling: list[Kept | SavedStorage] = []  # tensors to which an operation may still write
         self._node = 0  # autograd's latest node number at the last save
 
-    def watch_for_second_use(self, tell: Callable[[], object]) -> None:
-        """Call ``tell`` if a backward pass unpacks a tensor twice, which a checkpoint does not allow."""
-        unpack, asked = self._unpack, set[tuple[int, int]]()
-
-        def watched(packed: Any) -> torch.Tensor:
-            question = torch_private.current_backward(), id(packed)
-            if question in asked and question[0] != -1:
-                tell()
-            asked.add(question)
-            return unpack(packed)
-
-        self._unpack = watched
-
     def __enter__(self) -> None:
         self.capture.offloader.raise_failures()
         torch_private.push_hooks(self.pack, self._unpack)

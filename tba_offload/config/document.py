@@ -60,16 +60,9 @@ class Source:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that reads all scalars except true, false and null as text, and refuses aliases."""
+    """YAML loader that reads all scalars except true, false and null as text."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 - declared so by PyYAML
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        events: Any = self  # PyYAML's stubs do not type the event queue
-        if events.check_event(yaml.AliasEvent):
-            mark = events.peek_event().start_mark
-            raise yaml.MarkedYAMLError(problem="aliases are not allowed", problem_mark=mark)
-        return super().compose_node(parent, index)
 
 
 # PyYAML only matches the beginning of a word, so each pattern ends with \Z.

@@ -136,11 +136,6 @@ class RecomputedLayer:
         """Return True if the planner may recompute the layer in its present mode."""
         return self.may_plan and self.training in self.tried and not has_hooks(self.module)
 
-    def asked_twice(self) -> None:
-        """Record that backward of the layer unpacks a saved tensor twice."""
-        reason = "its backward unpacks a saved tensor twice, and a checkpoint returns each tensor only once"
-        self.judge(self.training, cannot(self.name, reason, UnsupportedError))
-
     def judge(self, training: tuple[bool, ...], fault: Exception | None) -> None:
         """Record the result of a trial. A fault applies to all layers of the class, and is reported once."""
         self.tried.add(training)

@@ -420,8 +420,8 @@ class RunLogWriter(AbstractContextManager["RunLogWriter"]):
         header: The header, which the constructor writes as the first line.
 
     Raises:
-        RunLogError: The directory does not exist, the file exists, the file cannot be opened or written, or
-            JSON cannot represent the header.
+        RunLogError: The directory does not exist, the file exists, the file cannot be opened, or JSON
+            cannot represent the header.
     """
 
     def __init__(self, path: str | os.PathLike[str], header: RunHeader) -> None:
@@ -429,17 +429,13 @@ class RunLogWriter(AbstractContextManager["RunLogWriter"]):
         line = _line(header)  # before the file is created, since it may raise
         self._file = _open_new(self.path)
         self._has_ended = False
-        try:
-            self._write_whole(line)
-        except OSError as error:
-            self._file.close()
-            raise RunLogError(f"{path}: the run log cannot be written: {error.strerror or error}") from error
+        self._append(line)
 
     def write(self, record: StepRecord) -> None:
         """Append the record of one step.
 
         Raises:
-            RunLogError: The log is closed, or a field has the wrong type.
+            RunLogError: A field has the wrong type.
         """
         self._append(_line(record))
 
@@ -451,7 +447,7 @@ class RunLogWriter(AbstractContextManager["RunLogWriter"]):
             document: Fields of the event, with values that JSON can represent.
 
         Raises:
-            RunLogError: The log is closed, or JSON cannot represent the document.
+            RunLogError: JSON cannot represent the document.
         """
         self._append(_json_line(event, document))
 
@@ -461,8 +457,6 @@ class RunLogWriter(AbstractContextManager["RunLogWriter"]):
             self._file.close()
 
     def _append(self, line: bytes) -> None:
-        if self._file.closed:
-            raise RunLogError(f"{self.path}: the run log is closed. Open a new file to record more steps")
         if not self._has_ended:
             with self._warn_once():
                 self._write_whole(line)

@@ -320,19 +320,13 @@ def _store(seen: Diagnosis, _: MemoryEvent) -> Iterator[Cause]:
     what = f"{readable_size(refused)} of offloaded activations stayed in memory, because {by}"
     change = "free space in store.directories, add a drive, or raise store.capacity"
     yield "store", lambda phase: min(phase.of("settled", "small"), refused), what, change
-    holder = "outputs" if _is_host_store_on_cpu(seen) else "store"
     what = f"the store is in memory, so writing {readable_size(written)} per step frees nothing"
     change = "set store.directories to directories on a drive (check each with `tba-offload doctor DIR`)"
-    yield "store", lambda phase: min(phase.of(holder), written), what, change
-
-
-def _is_host_store_on_cpu(seen: Diagnosis) -> bool:
-    """Return True if the model and the store are in host memory. Layers then seem to hold stored bytes."""
-    return seen.log.header.store.get("kind") == "host" and _is_on_cpu(seen.step)
+    yield "store", lambda phase: min(phase.of("store"), written), what, change
 
 
 def _held_elsewhere(seen: Diagnosis, _: MemoryEvent) -> Iterator[Cause]:
-    held = max(_known_elsewhere(seen), 0 if _is_host_store_on_cpu(seen) else seen.most("outputs"))
+    held = max(_known_elsewhere(seen), seen.most("outputs"))
     what = f"the program keeps references to {readable_size(held)} of tensors that layers save or return"
     change = (
         "drop these references (output_hidden_states=False, output_attentions=False, no lists of hidden "

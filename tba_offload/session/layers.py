@@ -172,7 +172,6 @@ class LayerRuns:
         """Offload a layer, and run it a second time in backward to check that both runs agree."""
         layer, slow = self.recomputed[site.index], self._keeps_when_slow(placement)
         hooks = _TriedHooks(self._session.capture, scope.key, when_slow=slow)
-        hooks.watch_for_second_use(layer.asked_twice)
         with hooks:
             trial = Trial(layer, site.forward, given)
             hooks.trial = trial  # not earlier, because the trial itself saves tensors

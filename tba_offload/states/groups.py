@@ -27,7 +27,7 @@ from tba_offload.states.parameters import (
 from tba_offload.store.base import BLOCK, round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from tba_offload.states.home import Homes
 
@@ -163,7 +163,9 @@ class SubGroup:
         return found
 
     def lay_out(self, states: States, bound: States) -> bool:
-        """Assign positions to states, aligned as in PyTorch. Return False if no state can be offloaded.
+        """Assign positions to states. Return False if no state can be offloaded.
+
+        Each state starts at the beginning of a cache line, as in PyTorch.
 
         Args:
             states: The states.
@@ -176,7 +178,8 @@ class SubGroup:
             for key, value in entry.items()
             if id(value) in views or is_offloadable(value, parameter)
         ]
-        starts, end = side_by_side(own.nbytes for _, _, own, _ in found)
+        sizes = (round_up(own.nbytes, CACHE_LINE) for _, _, own, _ in found)
+        *starts, end = accumulate(sizes, initial=0)
         self.places = tuple(
             Place(parameter, key, start, own.shape, own.stride(), own.dtype, spec)
             for start, (parameter, key, own, spec) in zip(starts, found, strict=True)
@@ -362,12 +365,3 @@ def _is_cut_alike(state: object, parameter: torch.Tensor) -> bool:
         return True
     is_taken = isinstance(state, Incoming) or is_away(value) or is_offloadable(value, parameter)
     return is_taken and value.shape == parameter.shape
-
-
-def side_by_side(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Return the offsets of consecutive tensors of these sizes, and the end of the last tensor.
-
-    Each tensor starts at the beginning of a cache line, as in PyTorch.
-    """
-    *starts, end = accumulate((round_up(size, CACHE_LINE) for size in sizes), initial=0)
-    return starts, end
