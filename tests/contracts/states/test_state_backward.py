@@ -178,7 +178,7 @@ def test_a_layer_uses_the_weight_of_a_later_one(use: str, placement: str, tmp_pa
 def test_a_recomputed_layer_that_reads_the_weight_of_a_later_one_is_an_error(
     use: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(RecomputationError, match=r"states\.when 'step'"):
+    with pytest.raises(RecomputationError, match=r"set states\.when to 'step'"):
         borrowed(tmp_path, use, "recompute")
 
 
