@@ -501,9 +501,8 @@ def available_bytes(device: torch.device, *, root: Path = Path("/")) -> int:
 def fitting_bytes(device: torch.device) -> int:
     """Return nine tenths of the bytes that this process may use on a device.
 
-    For an accelerator, a process may use the device's memory minus the bytes of other processes. For a CPU, a
-    process may use the sum of malloc's live bytes, which budgets count, and the bytes that it may still
-    allocate.
+    On an accelerator, a process may use the device's memory minus the bytes of other processes. On a CPU, a
+    process may use malloc's live bytes plus the bytes that the process may still allocate.
 
     Raises:
         UnsupportedError: The kernel does not report the memory.

@@ -6,8 +6,8 @@ LEARN takes three steps. The first step offloads every ``auto`` layer, with a sm
 other two steps, a quarter of the layers is kept, a quarter is recomputed, and a quarter is placed
 ``offload-remat``. Fewer layers get these placements if the budget is too small.
 
-TRY alternates between the best plan and the best uniform plan. A uniform plan gives all layers that are not
-kept the same placement. The plan with the faster measured steps wins.
+TRY alternates between the best plan and the best uniform plan. In a uniform plan, all layers that are not
+kept have the same placement. The plan with the faster measured steps wins.
 If the measured times predict that a third plan is faster, the third plan races once against the winner.
 
 HOLD keeps the winning plan. The controller makes a new plan if the times of three consecutive steps have
@@ -339,7 +339,7 @@ class Controller:
     # ---- LEARN -----------------------------------------------------------------------------------
 
     def _next_lesson(self) -> Plan:
-        """Return a plan under which layers of one kind run with several placements, to measure these."""
+        """Return a plan that gives layers of one kind several placements, to measure these placements."""
         first = self.task.first()
         case = self._case(UNMEASURED)
         case = replace(case, limits=replace(case.limits, window=first.window))

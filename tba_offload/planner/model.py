@@ -62,7 +62,8 @@ class Beside(NamedTuple):
         forward: Bytes from the start of the layer's forward to the start of the next layer's forward.
         backward: Bytes during the layer's backward, if saved activations are read back one after another.
         whole: Bytes during the layer's backward, if all saved activations are in memory from the start.
-            This number may be smaller than ``backward``, because backward frees activations before its peak.
+            This field may be smaller than the field ``backward``, because activations are freed before the
+            peak.
     """
 
     forward: int = 0
@@ -375,7 +376,7 @@ class Prediction:
         seconds: Duration of the step.
         stall_seconds: Seconds in which compute waits for I/O.
         peak_bytes: Largest use of the budget in bytes, including memory beside activations and the headroom.
-            Activations in memory that later gradients need are not counted.
+            Memory that is reserved for later gradients may hold activations, which are then not counted.
         written_bytes: Bytes written to drives.
         activation_peak: Largest use of memory in bytes, including memory beside activations and the headroom.
         held_bytes: Largest use of the budget in bytes, without bytes in flight.

@@ -30,7 +30,7 @@ class Planning:
 
     Args:
         plan: The plan of the policy.
-        layers: Number of each layer in activation keys.
+        layers: For each layer, the number of the layer in activation keys.
         capture: The capture hooks. When the placement of a layer changes, the hooks must forget which saved
             tensors of the layer stay in memory.
         offloader: The offloader, which gets the in-flight window of each plan.

@@ -2,7 +2,7 @@
 
 The simulator follows the rules of :mod:`tba_offload.planner.window`, like the offloader. Activations are
 written in the order of saving. The activations saved last are not written until the window is full. Backward
-reads activations ahead. Compute is one sequence of slots, and waits when the window is full. Drives have one
+reads activations ahead. Layers run one after another, and wait when the window is full. Drives have one
 queue of reads and one queue of writes, with constant rates. Host memory has two queues of its own.
 """
 
@@ -36,7 +36,7 @@ def play(profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> Prediction:
         bandwidth: Rates of the store.
 
     Raises:
-        ValueError: The plan has a different number of layers.
+        ValueError: The plan and the profile have different numbers of layers.
     """
     step = _Step(profile, plan, bandwidth)
     for slot in profile.slots:

@@ -167,7 +167,7 @@ def solve(case: Case) -> Plan:
 
 
 def best_plain(case: Case, other: Plan, *, recomputes: bool) -> Plan | None:
-    """Return the fastest uniform plan within the limits that is not ``other``; ``None`` if there is none.
+    """Return the fastest uniform plan within the limits, except ``other``; ``None`` if there is none.
 
     A uniform plan keeps as many of the last layers as possible and gives all other layers one placement.
 
@@ -189,7 +189,7 @@ def best_plain(case: Case, other: Plan, *, recomputes: bool) -> Plan | None:
 
 
 class _Search:
-    """Search that records the simulated plans and the best plan."""
+    """Search for the best plan, which records all simulated plans."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -206,7 +206,7 @@ class _Search:
         return self._found[plan]
 
     def fitted(self, placements: tuple[Placement, ...]) -> Plan:
-        """Return the plan with the largest window that stays within the budget."""
+        """Return the plan with the largest in-flight window for which the peak stays within the budget."""
         limits, largest = self._case.limits, self._case.profile.largest_bytes
         plan = Plan(placements, window=limits.window)
         for least in (largest, largest // 4):  # the smallest window holds one activation at a time
@@ -223,7 +223,7 @@ class _Search:
         return plan
 
     def plain(self, way: Placement) -> Plan:
-        """Return the plan that keeps as many last layers as fit, and gives the others one placement."""
+        """Return the plan that keeps as many of the last layers as fit, and gives ``way`` to all others."""
         order = self._free[::-1]
         plans = [self._spread(order, kept, len(order) - kept, way, way) for kept in range(len(order) + 1)]
         fitting = bisect.bisect(plans, 0.0, key=lambda placements: self._try(placements)[0])
@@ -252,7 +252,8 @@ class _Search:
     ) -> tuple[Placement, ...]:
         """Keep the first ``kept`` layers of ``order``.
 
-        Give the placement ``way`` to ``sparing`` of the other layers, spread evenly.
+        Of the other layers, give ``sparing`` layers the placement ``way``, at even distances. All remaining
+        layers get the placement ``others``.
         """
         rest = sorted(order[kept:])
         chosen = dict.fromkeys(order[:kept], KEEP)
@@ -325,7 +326,7 @@ def _with_few_micro_batches(profile: StepProfile) -> StepProfile:
 
 
 def _merged(activations: Sequence[Saved], most: int) -> tuple[Saved, ...]:
-    """Merge neighbouring activations that are all rebuilt, or all not rebuilt, into one activation.
+    """Merge neighbouring activations. Rebuilt activations are merged only with rebuilt activations.
 
     The merged activation is saved at the time of the last neighbour, and used at the time of the first
     neighbour.

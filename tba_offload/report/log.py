@@ -174,7 +174,8 @@ class StepRecord:
             hooks.
         resident_peak_bytes: Peak resident set of the process, as the operating system reports it (VmHWM).
         offloaded_bytes: Bytes written to the store.
-        host_bytes: Part of ``offloaded_bytes`` that was written to ``store.host_capacity``, not to drives.
+        host_bytes: Bytes written to host memory, in a store with drives and host memory. These bytes are
+            included in ``offloaded_bytes``.
         read_bytes: Bytes read back from the store.
         reread_bytes: Bytes read again after a failed read.
         forwarded_bytes: Bytes that backward took from memory without a read, because the memory was not freed

@@ -114,7 +114,8 @@ def points(
         memory: Memory by which points are compared.
 
     Raises:
-        RunLogError: A log cannot be read, or has no peak or no throughput, or no log has a counted step.
+        RunLogError: A log cannot be read. A log has no measured peak. The logs have no common unit of
+            throughput. No log has a counted step.
     """
     return points_of(read_runs(paths), memory=memory)
 

@@ -63,7 +63,7 @@ class Move(NamedTuple):
     """One read or write of an I/O thread. Times are in seconds since the start of the step.
 
     Attributes:
-        drive: Index of the drive in ``Timeline.drives``.
+        drive: Index of the drive in ``TimelineEvent.drives``.
         writes: True for a write, False for a read.
         began: Start time of the call.
         ended: End time of the call.

@@ -60,8 +60,8 @@ class FileStore(Store):
     Args:
         directory: An existing directory in which to create the file.
         device: The device with the activations.
-        capacity: Largest size of the file in bytes. By default, the file leaves a twentieth of the file
-            system free for other files, such as checkpoints, and at least 1 GiB.
+        capacity: Largest size of the file in bytes. By default, the store leaves room for other files, such
+            as checkpoints: a twentieth of the file system, and at least 1 GiB.
         checksum: Whether to compute checksums.
         slabs: Number of staging slabs, one for each I/O thread. For a GPU, the slabs are pinned when the
             store is opened, because pinning memory inside a step would block the device.

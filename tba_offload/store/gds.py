@@ -169,7 +169,7 @@ def _library() -> ctypes.CDLL:
 
 
 class CuFile:
-    """A file that is registered with cuFile. The calls of this class block, and release the GIL.
+    """A file that is registered with cuFile. Each call returns when the transfer has ended.
 
     Args:
         fd: Descriptor of a file that is not yet unlinked, because cuFile opens files by name.

@@ -33,8 +33,7 @@ class HostStore(Store):
 
     Args:
         device: The device with the activations.
-        capacity: Largest number of bytes that extents may take; ``None`` if only the free host memory limits
-            extents.
+        capacity: Largest number of bytes that extents may take; ``None`` for no limit except the free memory.
         slab_bytes: Bytes by which the store grows; a multiple of 4096.
 
     Raises:

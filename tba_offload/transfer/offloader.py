@@ -414,7 +414,7 @@ class Offloader:
             ref.charged = 0
 
     def _give_up_farthest(self) -> bool:
-        """Drop the bytes read ahead that backward uses last; return False if no bytes are read ahead."""
+        """Drop the prefetched bytes that backward uses last; return False if no bytes are prefetched."""
         if not self._ahead:
             return False
         ref = next(reversed(self._ahead))
