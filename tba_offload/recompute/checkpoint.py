@@ -251,13 +251,13 @@ class _Execution:
             raise modified(f"a tensor saved by {name}")
         return tensor
 
-    def _again(self, inputs: Sequence[torch.Tensor], pack: Any, unpack: Any) -> None:
+    def _again(self, inputs: Sequence[torch.Tensor], pack: Any, unpack: Any) -> Any:
         """Run the layer again in the checkpoint's hooks, and compare the tensors that the layer saves."""
         layer = self._layer
         args, kwargs = put_together(self._layout, inputs)
         if self._is_left:
-            self._forward(*args, **kwargs)
-            return
+            with in_force(self._found):
+                return self._forward(*args, **kwargs)
         try:
             with in_force(self._found), state_kept(layer.name, layer.module):
                 put_back(layer.module, self._buffers)

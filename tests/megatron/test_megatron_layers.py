@@ -126,12 +126,35 @@ def test_stacks_are_named_where_numbers_of_any_rank_are_ambiguous() -> None:
     assert shorten(decoder[:1], decoder) == [LayerId(0, "decoder.layers.0")]
 
 
-@pytest.mark.parametrize(("method", "count", "taken"), [("uniform", 3, 3), ("block", 2, 2)])
-def test_recomputation_by_megatron_is_taken_over(method: str, count: int, taken: int) -> None:
+def spoil(layer: Any) -> None:
+    """Make the forward of a layer append to a list, and compute with its length."""
+    seen: list[int] = []
+    layer.mlp.seen, plain = seen, layer.mlp.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        seen.append(len(seen))
+        output, bias = plain(*args, **kwargs)
+        return output * torch.full_like(output, len(seen)), bias
+
+    layer.mlp.forward = forward
+
+
+@pytest.mark.parametrize("is_spoiled", [False, True])
+@pytest.mark.parametrize(
+    ("method", "count", "taken"), [("uniform", 1, 3), ("uniform", 3, 3), ("block", 2, 2)]
+)
+def test_recomputation_by_megatron_is_taken_over(
+    method: str, count: int, taken: int, *, is_spoiled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where a layer cannot be recomputed, Megatron's own checkpoint runs it."""
+    if is_spoiled and count == 3:
+        pytest.skip("one checkpoint of Megatron gives the next layers what a second run has changed")
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     def trained(*, attached: bool) -> list[Tensor]:
         model: Any = build_gpt(SHAPE, seed=0)
+        if is_spoiled:
+            spoil(model.module.decoder.layers[0])
         model.config.recompute_granularity = "full"
         model.config.recompute_method, model.config.recompute_num_layers = method, count
         model_parallel_cuda_manual_seed(1, force_reset_rng=True)
@@ -145,4 +168,7 @@ def test_recomputation_by_megatron_is_taken_over(method: str, count: int, taken:
         assert model.config.recompute_granularity == "full"
         return [*losses, *(parameter.grad for parameter in model.parameters())]
 
-    assert_same_tensors(trained(attached=True), trained(attached=False))
+    with caplog.at_level("INFO", "tba_offload"):
+        assert_same_tensors(trained(attached=True), trained(attached=False))
+    told = [line for line in caplog.messages if "its forward changes self.mlp.seen" in line]
+    assert len(told) == is_spoiled
