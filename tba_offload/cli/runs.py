@@ -92,14 +92,12 @@ def rok(runs: tuple[Path, ...], output: tuple[Path, ...], *, as_json: bool, memo
 @RATED
 @_output("Write the plan as a policy file.")
 @FORCE
-@click.option("--picture", type=FILE, metavar="FILE", help="Draw the best plans as .svg or .png.")
 @JSON
 def plan(
     run: Path,
     layers: int | None,
     drives: float,
     output: Path | None,
-    picture: Path | None,
     *,
     force: bool,
     as_json: bool,
@@ -118,20 +116,13 @@ def plan(
     """
     from tba_offload.planner.what_if import Situation
     from tba_offload.report import text
-    from tba_offload.report.plans import draw_frontier
-    from tba_offload.report.rok import picture_kind
 
     if goal["budget"] is not None and goal["device_bytes"] is not None:
         raise click.UsageError("--budget and --device-bytes both limit activations. Use one option")
-    if picture is not None:
-        picture_kind(picture)
     if output is not None:
         must_be_new(output, force=force)
     situation = Situation.of(run, bandwidth_of(goal)).changed(layers=layers, drives=drives)
     report, policy = situation.report(**goal)
-    if picture is not None:
-        with writing(picture, (run,)):
-            draw_frontier(report, picture)
     if output is not None:
         with writing(output, (run,)):
             output.write_bytes(policy.to_yaml().encode())

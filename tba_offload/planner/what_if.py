@@ -21,7 +21,7 @@ from tba_offload.planner.describe import written_a_day
 from tba_offload.planner.model import Bandwidth, DeviceShare, Limits, Plan, PlannedStep, Slot, StepProfile
 from tba_offload.planner.play import play
 from tba_offload.planner.solve import Case, solve
-from tba_offload.report.log import PLAN, PlanEvent, counted_steps, read_run_log, timed_steps
+from tba_offload.report.log import PLAN, PlanEvent, read_run_log
 from tba_offload.report.plans import PlanReport
 from tba_offload.report.ranks import paths_of_ranks
 
@@ -48,8 +48,6 @@ class Situation:
         bandwidth: Rates of the store.
         config: Policy of the run.
         elsewhere: Layers of other processes, such as other pipeline stages, and their placements.
-        run: Measured activation peak in bytes, and seconds of a step of the run; ``None`` if not measured.
-        title: Text with the model and the machine.
         not_recomputed: Indices of the layers that must not be recomputed. A recomputation of these layers, or
             of other layers of the same kind, gave other results.
         beside: Bytes on the device beside activations: live bytes before a step, and the largest number of
@@ -62,8 +60,6 @@ class Situation:
     bandwidth: Bandwidth
     config: OffloadConfig
     elsewhere: tuple[tuple[str, Placement], ...] = ()
-    run: tuple[int, float] | None = None
-    title: str = ""
     not_recomputed: frozenset[int] = frozenset()
     beside: tuple[int, int] | None = None
 
@@ -119,16 +115,13 @@ class Situation:
             bandwidth=replace(bandwidth or measured, host=measured.host, host_first=measured.host_first),
             config=config,
             elsewhere=tuple((name, Placement(its["placement"])) for name, its in placed if name not in names),
-            run=_measured_step(log),
-            title=log.header.title,
             not_recomputed=frozenset(layer for layer, kind in enumerate(profile.layers) if kind in odd),
             beside=_beside_activations(log.steps, updates),
         )
 
     def changed(self, *, layers: int | None = None, drives: float = 1) -> Situation:
         """Return the situation for another number of layers, or for ``drives`` times as many drives."""
-        run = self.run if drives == 1 else None
-        situation = replace(self, bandwidth=self.bandwidth.scaled(drives), run=run)
+        situation = replace(self, bandwidth=self.bandwidth.scaled(drives))
         if layers is None or layers == len(self.names):
             return situation
         likes = [layer * len(self.names) // layers for layer in range(layers)]
@@ -137,8 +130,6 @@ class Situation:
             names=renumbered(self.names, likes),
             profile=stretched(self.profile, likes),
             elsewhere=(),
-            run=None,
-            title=f"{self.title}; what if the model had {layers} layers",
             not_recomputed=frozenset(n for n, like in enumerate(likes) if like in self.not_recomputed),
             beside=None,
         )
@@ -198,8 +189,6 @@ class Situation:
             frontier=tuple(_planned(each, solve(each)) for each in frontier),
             keep_peak_bytes=keep.peak_bytes,
             keep_seconds=keep.seconds if self.profile.is_measured(Placement.KEEP) else None,
-            run=self.run,
-            title=self.title,
             notes=tuple(self._notes(case, plan, device, rated)),
             beside_bytes=None if device is None else device.device_bytes - device.budget,
         )
@@ -295,13 +284,6 @@ def _as_measured(
         return profile
     found = play(replace(profile, headroom=0), _PLAN.validate_python(event["plan"]), bandwidth)
     return replace(profile, headroom=peak - found.activation_peak)
-
-
-def _measured_step(log: RunLog) -> tuple[int, float] | None:
-    """Return the highest activation peak and the median seconds of a step; ``None`` if not measured."""
-    steps = counted_steps(log)
-    peaks = [step.activation_peak_bytes for step in steps if step.activation_peak_bytes is not None]
-    return (max(peaks), statistics.median(step.seconds for step in timed_steps(steps))) if peaks else None
 
 
 def _beside_activations(steps: Sequence[StepRecord], updates: Sequence[Any]) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""Text report and picture of ``tba-offload plan``."""
+"""Report of ``tba-offload plan``, and the table of ``tba-offload estimate``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tba_offload.errors import ConfigError
 from tba_offload.formatting import (
     BYTES,
     grouped,
@@ -16,14 +15,10 @@ from tba_offload.formatting import (
     scale,
     significant,
 )
-from tba_offload.report.rok import COLOURS, INK, RING, WIDTH, finish, short, write_picture
 from tba_offload.report.text import Table
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Mapping, Sequence
-
-    from matplotlib.figure import Figure
 
     from tba_offload.planner.model import PlannedStep
 
@@ -39,8 +34,6 @@ class PlanReport:
         frontier: Predicted steps of the best plans for several budgets, ordered by budget.
         keep_peak_bytes: Predicted activation peak if all layers are kept.
         keep_seconds: Predicted step time if all layers are kept; None if the run kept no layer.
-        run: Measured activation peak and step time of the run; None if not measured.
-        title: Text with the model and the machine.
         notes: Sentences about drives, the device and optimizer states.
         beside_bytes: Bytes of the device that activations cannot use, if ``budget.device_bytes`` is given.
     """
@@ -51,8 +44,6 @@ class PlanReport:
     frontier: tuple[PlannedStep, ...]
     keep_peak_bytes: int
     keep_seconds: float | None = None
-    run: tuple[int, float] | None = None
-    title: str = ""
     notes: tuple[str, ...] = ()
     beside_bytes: int | None = None
 
@@ -136,46 +127,3 @@ def placements_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     shown = {name: each for name, each in _FIGURES.items() if any(row[each[0]] is not None for row in rows)}
     cells = [["-" if row[key] is None else words(row[key]) for key, words in shown.values()] for row in rows]
     return Table(list(shown), cells, right=shown.keys() - {"Placement"})
-
-
-def draw_frontier(report: PlanReport, path: str | os.PathLike[str]) -> None:
-    """Draw the predicted step time over the predicted peak for the best plans, the chosen plan and the run.
-
-    Args:
-        report: Result of planning.
-        path: Path of the picture to write, SVG or PNG.
-
-    Raises:
-        ConfigError: No plan fits its budget, or the suffix of ``path`` is wrong.
-        MissingDependencyError: matplotlib is not installed.
-        OSError: The picture cannot be written.
-    """
-    if not any(step.fits for step in report.frontier):
-        raise ConfigError("the picture cannot be drawn, because no plan fits its budget")
-    write_picture(path, lambda: _frontier_figure(report))
-
-
-def _frontier_figure(report: PlanReport) -> Figure:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    step, budget = report.step, report.step.budget_bytes
-    unit, size = scale(max(report.keep_peak_bytes, budget or 0), BYTES)
-    best = sorted((each.activation_peak / size, each.seconds) for each in report.frontier if each.fits)
-    axes.plot(*zip(*best, strict=True), "s-", color=COLOURS[1], label="best plan for each budget")
-    marks: list[tuple[str, int, float | None, dict[str, Any]]] = [
-        (f"this plan: {step.layers}", step.activation_peak, step.seconds, RING),
-        ("this run, measured", *(report.run or (0, None)), {"marker": "X", "color": INK, "ls": "none"}),
-        ("keep, predicted", report.keep_peak_bytes, report.keep_seconds, {"marker": "o", "ls": "none"}),
-    ]
-    for label, peak_bytes, time, look in marks:
-        if time is not None:
-            axes.plot(peak_bytes / size, time, label=short(label, 52), zorder=4, **look)
-    if budget is not None:
-        label = f"budget {readable_size(budget)}"
-        axes.axvline(budget / size, color=COLOURS[4], linestyle="--", label=label)
-    finish(axes, "Predicted step time (s)", report.title)
-    axes.set(xlabel=f"Predicted activation peak ({unit})", xlim=(0, None))
-    figure.legend(loc="outside upper left")
-    return figure

@@ -402,7 +402,8 @@ def rok_figure(points: Sequence[RokPoint]) -> Figure:
         axes.plot(*zip(*places, strict=True), dashes, marker=marker, color=colour, label=short(strategy))
     best = [(each.peak_bytes / x_size, each.throughput / y_size) for each in pareto(points)]
     axes.step(*zip(*best, strict=True), where="post", color="#b8b8b8", linestyle="--", zorder=1)
-    axes.plot(*zip(*best, strict=True), zorder=4, label="Pareto set", **RING)
+    ring: dict[str, Any] = {"marker": "o", "markersize": 13, "mfc": "none", "color": INK, "linestyle": "none"}
+    axes.plot(*zip(*best, strict=True), zorder=4, label="Pareto set", **ring)
     finish(axes, f"Model throughput ({y_unit})", " / ".join(dict.fromkeys(each.title for each in points)))
     axes.set(xlabel=f"{points[0].peak_name.capitalize()} ({x_unit})", xlim=(0, None))
     varied, what = "batch_size", "batch sizes"
@@ -433,10 +434,6 @@ def _write_numbers(axes: Axes, numbers: Sequence[int | None]) -> None:
         if number is not None:
             x, y = axes.transData.inverted().transform(best)
             axes.text(x, y, str(number), ha="center", va="center", color=colour, fontsize="small")
-
-
-RING: dict[str, Any] = {"marker": "o", "markersize": 13, "mfc": "none", "color": INK, "linestyle": "none"}
-"""Look of highlighted points."""
 
 
 def finish(axes: Axes, y_label: str, title: str = "", *, from_zero: bool = True) -> None:
