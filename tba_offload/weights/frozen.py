@@ -32,7 +32,7 @@ from tba_offload.torch_private import (
     untraced,
     without_subclasses,
 )
-from tba_offload.weights.guard import FrozenWeight, Loans, Run
+from tba_offload.weights.guard import FrozenWeight, Loans, Run, numbers_in
 from tba_offload.weights.pieces import Part, experts_in, left_out, own_weights, parts_of, slices_of
 
 if TYPE_CHECKING:
@@ -200,9 +200,8 @@ class FrozenWeights:
             for group in groups:
                 homes = [Home(self._homes, name, "frozen weights") for _ in range(slices)]
                 parts.append(Part(group, homes, self._grow))
-            tensors = list({id(each): each for each in parts_of(weight, module)}.values())
             expert = experts[number].get(module) if slices == 1 else module
-            piece = FrozenWeight(name, tensors, parts, self._loans, expert)
+            piece = FrozenWeight(name, parts_of(weight, module), parts, self._loans, expert)
             # Record the weight before the write, so that an interrupt does not lose the bytes.
             self._pieces[number].append(piece)
             self._all.append((number, piece))
@@ -276,11 +275,11 @@ class FrozenWeights:
             self._bring(number, self._next(number))
 
     def _ask(self, number: int, pieces: list[FrozenWeight], _: object, args: Any, kwargs: Any) -> None:
-        """Start to read the weights of an expert that runs, or of the experts that will run."""
+        """Start to read the weights of an expert that is called, or of the experts in an argument."""
         with self._lock, without_subclasses():
-            if self._is_in_use(number):
-                for piece in pieces:
-                    piece.ask((*args, *kwargs.values()))
+            for piece in pieces if self._is_in_use(number) else ():
+                found = (numbers_in(each, piece.slices) for each in (*args, *kwargs.values()))
+                piece.begin_read({piece: {0} if piece.slices == 1 else next(filter(None, found), set())})
 
     def _end(
         self, number: int, module: nn.Module, _: object, output: object, *, is_part: bool = False

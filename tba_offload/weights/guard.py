@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import time
 from collections import deque
@@ -17,14 +18,14 @@ from tba_offload.states.away import METADATA
 from tba_offload.torch_private import factories, not_traced, references_to, tree_leaves, without_subclasses
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from torch import nn
 
     from tba_offload.weights.pieces import Part
 
 _TENSOR: Any = torch.Tensor  # its descriptors are missing in the type stubs
-_LAYOUT = {_TENSOR.stride, _TENSOR.is_contiguous}
+_METADATA = METADATA - {_TENSOR.stride, _TENSOR.is_contiguous}  # the placeholder has other strides
 _TRAIN = {_TENSOR.requires_grad_, _TENSOR.requires_grad.__set__}
 _IS_COMPATIBLE = factories._has_compatible_shallow_copy_type
 _PASSES, _NEARLY_ALL = 5, 4
@@ -33,6 +34,7 @@ _PASSES, _NEARLY_ALL = 5, 4
 Run: TypeAlias = "dict[FrozenWeight, set[int]]"
 """The slices of experts that a run of their layer has used."""
 
+_NO_SLICES = ()
 _ALONE = references_to(torch.empty(0))
 
 
@@ -48,29 +50,25 @@ class Guard:
         """Run a function. If the function needs the bytes, bring the weights into memory for it.
 
         Raises:
-            SessionError: The weight would be trained, copied, or converted.
+            SessionError: The weight would be trained or converted.
             TransferError: The weight cannot be read, or its new values cannot be written.
         """
         kwargs = kwargs or {}
-        if func in METADATA:
+        if func in _METADATA:
             with without_subclasses():
-                args = (_weight_of(args[0]).layout_of(args[0]), *args[1:]) if func in _LAYOUT else args
                 return func(*args, **kwargs)
-        found = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Guard))
-        weights = list({id(weight): weight for weight in map(_weight_of, found)}.values())
+        found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Guard)]
+        weights = list(dict.fromkeys(map(_weight_of, found)))
         for weight in weights:
             weight.check(func, args, kwargs)
         if func in _TRAIN:
             return args[0]  # it needs no gradient already
         with ExitStack() as stack:
-            for weight in weights:
-                use = weight.used_by(func, args, kwargs) if weight.is_open else weight.borrowed()
-                stack.enter_context(use)
-            if func is _TENSOR.transpose and 0 not in args[1:] and weights[0].is_open:
-                return weights[0].guard(func(*args))
+            views = [weight for weight in weights if stack.enter_context(weight.in_use(func, args, kwargs))]
             if func is _TENSOR.data_ptr:  # the memory must stay while the program uses the address
                 weights[0].loans.pointed.append(args[0].detach())
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            return views[0].guard(result) if views else result
 
     def _refuse(self, *_: object) -> NoReturn:
         raise SessionError(
@@ -141,6 +139,7 @@ class FrozenWeight:
             each run of the layer needs the whole weight.
 
     Attributes:
+        slices: Number of experts in the parameter; otherwise 1.
         is_open: Whether the layer computes with the weight now.
         used: Slices that the current run of the layer has used.
     """
@@ -154,12 +153,13 @@ class FrozenWeight:
         expert: nn.Module | None,
     ) -> None:
         self.name, self.parameter, self.parts, self.loans = name, tensors[0], parts, loans
-        self.expert, self._slices = expert, parts[0].slices
+        self.expert, self.slices = expert, parts[0].slices
         self.used: set[int] = set()
         self._ran: deque[bool] = deque(maxlen=_PASSES)
         self._tensors = [(tensor, type(tensor)) for tensor in tensors]
         self._readers, self.is_open = 0, False
         self._references: list[int] = []
+        self._views: list[Any] = []
         self.nbytes = sum(part.nbytes for part in parts)
 
     def __deepcopy__(self, _: object) -> FrozenWeight:
@@ -183,21 +183,31 @@ class FrozenWeight:
         self.is_open = False
         self._set_classes()
 
+    # ---- for the layer ---------------------------------------------------------------------------
+
     def begin_run(self) -> set[int]:
         """Return a new set, to which slices are added when a run of the layer uses them."""
         self._ran.append(bool(self.used))
         self.used = set()
         return self.used
 
-    def begin_read(self, run: Run | None) -> None:
+    def begin_read(self, run: Run | None) -> Iterable[int] | None:
         """Start to read bytes, unless they are in memory or are being read.
 
         Args:
             run: What a run of the layer has used, if its backward comes. Before a forward, an expert is read
                 if it ran in nearly all recent passes.
+
+        Returns:
+            The slices; ``None`` for all.
         """
+        wanted: Iterable[int] | None = None
+        if self.expert is not None:
+            is_likely = self.slices == 1 and sum(self._ran) >= _NEARLY_ALL
+            wanted = range(is_likely) if run is None else run.get(self, ())
         for part in self.parts:
-            part.begin_read(self._needed(run))
+            part.begin_read(wanted)
+        return wanted
 
     def open(self, run: Run | None) -> None:
         """Bring the bytes into memory for the layer. Experts are read when they run.
@@ -208,10 +218,13 @@ class FrozenWeight:
         Raises:
             TransferError: The bytes cannot be read.
         """
-        if self.expert is None or run is not None:
-            self.used = set() if run is None else run.get(self, set())
-            self.read(self._needed(run))
-        self._set_classes(is_open=True)
+        self.is_open = True
+        if self.expert is None:
+            self.read()
+        elif run is not None:
+            self.used = run.get(self, set())
+            self.read(self.used)
+        self._set_classes()
 
     def read(self, wanted: Iterable[int] | None = None) -> None:
         """Bring slices into memory; by default, all.
@@ -221,44 +234,14 @@ class FrozenWeight:
         """
         for part in self.parts:
             part.read(wanted)
-        self.used.update(range(self._slices) if wanted is None else wanted)
+        self.used |= set(range(self.slices) if wanted is None else wanted)
         self._set_classes()
 
-    def ask(self, values: Iterable[object]) -> None:
-        """Start to read what the expert, or the module of all experts, is called for.
-
-        Args:
-            values: Arguments of the call. A tensor of integers has the numbers of the experts.
-        """
-        index = next((each for each in values if _is_index(each)), None)
-        if self._slices == 1:
-            self.begin_read({self: {0}})
-        elif index is not None:
-            self.begin_read({self: {each for each in _numbers_in(index) if 0 <= each < self._slices}})
-
-    def _needed(self, run: Run | None) -> Iterable[int] | None:
-        if self.expert is None:
-            return None
-        if run is not None:
-            return run.get(self, ())
-        return range(self._slices if self._slices == 1 and sum(self._ran) >= _NEARLY_ALL else 0)
-
-    @contextmanager
-    def used_by(self, func: Any, args: Any, kwargs: Any) -> Iterator[None]:
-        """Return a context manager for a use of experts by their layer. It reads the experts that are used.
-
-        Raises:
-            TransferError: The experts cannot be read.
-        """
-        with self.loans.lock, without_subclasses():
-            self.read(None if self._slices == 1 else _slices_in(func, args, kwargs, self._slices))
-        with without_subclasses() if self._slices > 1 else nullcontext():
-            yield
-
     def guard(self, view: torch.Tensor) -> torch.Tensor:
-        """Return a view of experts, whose uses come to :meth:`used_by` too."""
+        """Return a view of all experts. Its uses read only the experts that they need, too."""
         vars(view)["_tba_offload_weight"] = self
         view.__class__ = _guarded(torch.Tensor)
+        self._views.append(view)
         return view
 
     def shut(self) -> None:
@@ -267,7 +250,10 @@ class FrozenWeight:
         Raises:
             TransferError: The values cannot be written.
         """
-        self._set_classes(is_open=False)
+        self.is_open = False
+        self._set_classes()
+        while self._views:
+            self._views.pop().__class__ = torch.Tensor
         if any([part.adopt() for part in self.parts]):  # noqa: C419 - of all parts
             self.reclaim()
 
@@ -289,23 +275,34 @@ class FrozenWeight:
         """
         for part in self.parts:
             part.come_back()
-        self.used = set(range(self._slices))
-        self._set_classes(is_open=True)
+        self.is_open, self.used = True, set(range(self.slices))
+        self._set_classes()
         for tensor, _ in self._tensors:
             vars(tensor).pop("_tba_offload_weight", None)
 
     # ---- outside of the layer --------------------------------------------------------------------
 
     @contextmanager
-    def borrowed(self) -> Iterator[None]:
-        """Return a context manager in which the weight is in memory and has its own class.
+    def in_use(self, func: Any, args: Any, kwargs: Any) -> Iterator[bool]:
+        """Return a context manager for a function of a weight whose class is the guard.
 
-        Afterwards free the memory again, unless a result of the use still needs it.
+        In their layer, the experts that the function needs are read. Outside, the weight is in memory of its
+        own, and has its own class. Afterwards this memory is freed, unless a result still needs it.
+
+        Yields:
+            Whether the result is a view of all experts, which :meth:`guard` makes read them later.
 
         Raises:
             TransferError: The weight cannot be read, or its new values cannot be written.
         """
         loans = self.loans
+        if self.is_open:
+            wanted = None if self.slices == 1 else _slices_in(func, args, kwargs, self.slices)
+            with loans.lock, without_subclasses():
+                self.read(wanted)
+            with without_subclasses() if self.slices > 1 else nullcontext():
+                yield wanted == _NO_SLICES
+            return
         self._readers += 1
         try:
             with loans.lock, without_subclasses():
@@ -317,7 +314,7 @@ class FrozenWeight:
                     part.lend()
                 loans.tell_once(self, time.perf_counter() - began)
                 self._set_classes()
-            yield
+            yield False
         finally:
             with loans.lock, without_subclasses():
                 self._readers -= 1
@@ -370,41 +367,28 @@ class FrozenWeight:
                 "attach again"
             )
 
-    def layout_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor with the layout that a tensor has in memory."""
-        for part in self.parts:
-            if any(each is tensor for each in part.tensors):
-                return part.layout_of(tensor)
-        return tensor
-
-    def _set_classes(self, *, is_open: bool | None = None) -> None:
-        self.is_open = self.is_open if is_open is None else is_open
-        has_all = self.expert is None or len(self.used) == self._slices
+    def _set_classes(self) -> None:
+        has_all = self.expert is None or len(self.used) == self.slices
         for tensor, kind in self._tensors:
             tensor.__class__ = kind if (self.is_open and has_all) or self._readers else _guarded(kind)
 
 
-def _is_index(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and not (
-        value.dtype.is_floating_point or value.dtype is torch.bool
-    )
+def numbers_in(value: Any, count: int) -> set[int] | None:
+    """Return the numbers in a tensor of integers below ``count``; ``None`` if the value is something else."""
+    if not isinstance(value, torch.Tensor) or value.dtype not in {torch.int32, torch.int64}:
+        return None
+    return {number for number in set(value.flatten().tolist()) if -count <= number < count}
 
 
-def _numbers_in(index: Any) -> list[int]:
-    numbers: list[int] = index.reshape(-1).unique().tolist()
-    return numbers
-
-
-def _slices_in(func: Any, args: Any, kwargs: Any, count: int) -> Iterable[int] | None:
-    """Return the experts that a function uses; ``None`` for all."""
-    if func is _TENSOR.transpose and 0 not in args[1:]:
-        return ()  # the view is guarded
+def _slices_in(func: Any, args: Any, kwargs: Any, count: int) -> Collection[int] | None:
+    """Return the experts that a function uses; ``None`` for all, and ``_NO_SLICES`` if it makes a view."""
+    if func is _TENSOR.transpose and {dim % 3 for dim in args[1:]} == {1, 2}:
+        return _NO_SLICES
     if func is _TENSOR.__getitem__:
         index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
-        if isinstance(index, int) and not isinstance(index, bool):
-            return (index % count,)
-        return {number % count for number in _numbers_in(index)} if _is_index(index) else None
-    if "grouped_mm" in str(func) and _is_index(kwargs.get("offs")):
-        ends = kwargs["offs"].tolist()
-        return [number for number, rows in enumerate(pairwise([0, *ends])) if rows[0] < rows[1]]
+        found = {index} if type(index) is int else numbers_in(index, count)
+        return None if found is None else {number % count for number in found}
+    if "grouped_mm" in str(func) and numbers_in(ends := kwargs.get("offs"), sys.maxsize) is not None:
+        rows = pairwise([0, *ends.tolist()])
+        return [number for number, (start, end) in enumerate(rows) if start < end]
     return None

@@ -45,51 +45,51 @@ def own_weights(
         The number of the layer, the module of the weight, the weight, and its tensors by their storage.
     """
     owner = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
-    users: defaultdict[int, dict[tuple[int | None, int], None]] = defaultdict(dict)
+    users: defaultdict[int, set[tuple[int | None, int]]] = defaultdict(set)
     found = {}
     for module in chain.from_iterable(chunk.modules() for chunk in chunks):
         # Call the methods of nn.Module: Megatron's data-parallel wrapper has its own attribute `buffers`.
         own = nn.Module.parameters(module, recurse=False), nn.Module.buffers(module, recurse=False)
         for tensor in chain(*own):
-            parts: dict[int, dict[int, torch.Tensor]] = {}
+            parts: defaultdict[int, Tensors] = defaultdict(list)
             for part in parts_of(tensor, module):
                 if not hasattr(part, "__tensor_flatten__"):
-                    parts.setdefault(part.untyped_storage()._cdata, {})[id(part)] = part
+                    parts[part.untyped_storage()._cdata].append(part)
             for storage in parts:
-                users[storage][owner.get(module), id(tensor)] = None
+                users[storage].add((owner.get(module), id(tensor)))
             found[owner.get(module), id(tensor)] = module, tensor, parts
     for (number, _), (module, weight, parts) in found.items():
-        if number is None or weight.requires_grad or weight.device != device:
+        is_frozen = isinstance(weight, nn.Parameter) and not weight.requires_grad
+        if number is None or not is_frozen or weight.device != device:
             continue
-        groups = [list(part.values()) for storage, part in parts.items() if len(users[storage]) == 1]
+        groups = [part for storage, part in parts.items() if len(users[storage]) == 1]
         groups = [each for each in groups if each[0].untyped_storage().nbytes() >= max(at_least, 1)]
         if groups:
             yield number, module, weight, groups
 
 
-def parts_of(tensor: Any, module: nn.Module | None = None) -> Iterator[torch.Tensor]:
-    """Yield a tensor, and the tensors that it consists of; nothing if its class is not known.
+def parts_of(tensor: Any, module: nn.Module | None = None) -> Tensors:
+    """Return a tensor, and the tensors that it consists of; nothing if its class is not known.
 
     Args:
         tensor: A parameter, or a tensor that is a part of it.
         module: The module of the parameter.
     """
+    if hasattr(tensor, "device_mesh"):  # FSDP holds aliases of distributed tensors
+        return []
     if hasattr(tensor, "__tensor_flatten__"):
-        if not hasattr(tensor, "device_mesh"):  # FSDP holds aliases of distributed tensors
-            yield tensor
-            for name in tensor.__tensor_flatten__()[0]:
-                yield from parts_of(getattr(tensor, name))
-        return
+        inner = (parts_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+        return [tensor, *chain.from_iterable(inner)]
     # The quantization states of bitsandbytes, of weights with 4 and with 8 bits
     state = getattr(tensor, "quant_state", None)
     holders = [state, getattr(state, "state2", None)]
     if hasattr(tensor, "SCB"):
         holders += [tensor, getattr(module, "state", None)]
     is_known = type(tensor) in {torch.Tensor, nn.Parameter} or any(each is not None for each in holders)
-    if is_known and tensor.layout is torch.strided and not is_transform_wrapper(tensor):
-        yield tensor
-        states = (getattr(holder, name, None) for holder in holders for name in ("absmax", "CB", "SCB"))
-        yield from (each for each in states if isinstance(each, torch.Tensor))
+    if not is_known or tensor.layout is not torch.strided or is_transform_wrapper(tensor):
+        return []
+    states = (getattr(holder, name, None) for holder in holders for name in ("absmax", "CB", "SCB"))
+    return [tensor, *dict.fromkeys(each for each in states if isinstance(each, torch.Tensor))]
 
 
 def experts_in(layer: nn.Module) -> dict[nn.Module, nn.Module]:
@@ -130,7 +130,7 @@ def left_out(layers: Modules, at_least: int, device: torch.device) -> str:
         nbytes, kind = parameter.numel() * parameter.itemsize, type(parameter)
         if parameter.requires_grad or parameter.is_meta or nbytes < at_least:
             continue
-        if not any(True for _ in parts_of(parameter)):
+        if not parts_of(parameter):
             groups[f"of the class {kind.__module__}.{kind.__qualname__}"].append(nbytes)
         elif parameter.device != device:
             groups[f"on {parameter.device}"].append(nbytes)
@@ -170,6 +170,7 @@ class Part:
         self._device = homes[0].homes.device
         # Memory from a file or from another library may not be resizable, so allocate new memory.
         self._storage = new_storage(self.nbytes, tensors[0].device)
+        self._kind = _kind_of(tensors[0])
         self._layouts = [(each.dtype, each.storage_offset(), each.shape, each.stride()) for each in tensors]
         self._stream: Any = None  # the stream on which the memory was allocated
         self._resident = set(range(len(homes)))
@@ -280,12 +281,6 @@ class Part:
         self._put(storage)
         self._take_note(storage, self._versions())
 
-    def layout_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor without bytes, with the layout that one of the tensors has in memory."""
-        number = next(number for number, each in enumerate(self.tensors) if each is tensor)
-        dtype, _, shape, stride = self._layouts[number]
-        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-
     def adopt(self) -> bool:
         """Regard the memory as lent if the layer set ``tensor.data``; return True in this case."""
         found = self.tensors[0].untyped_storage()
@@ -321,10 +316,8 @@ class Part:
 
     def unlike(self, data: torch.Tensor) -> str:
         """Return a text if ``data`` has not the shape, data type and device of the first tensor, else ''."""
-        (dtype, _, shape, _), device = self._layouts[0], self._storage.device
-        expected = f"{dtype} of {tuple(shape)} on {device}"
-        found = f"{data.dtype} of {tuple(data.shape)} on {data.device}"
-        return "" if found == expected else f"is offloaded as {expected}, but was set to {found}"
+        found = _kind_of(data)
+        return "" if found == self._kind else f"is offloaded as {self._kind}, but was set to {found}"
 
     def _take_note(self, storage: torch.UntypedStorage, version: int) -> None:
         self.lent, self._lent_version = storage, version
@@ -386,6 +379,10 @@ class Part:
             self._storage.resize_(nbytes)
             self._stream = self._device.stream()
             self._count(grown)
+
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} of {tuple(tensor.shape)} on {tensor.device}"
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -248,8 +248,9 @@ def test_who_reads_a_weight_that_is_away_gets_its_values_and_who_writes_it_chang
         weight, plain = (each.layers[0].one.base.weight for each in (model, expected))
         assert isinstance(weight, nn.Parameter)
         assert type(weight).__name__ == "Parameter"
-        assert (weight.shape, weight.stride(), weight.is_contiguous()) == ((WIDTH, WIDTH), (WIDTH, 1), True)
+        assert (weight.shape, weight.dtype, len(weight)) == ((WIDTH, WIDTH), torch.float32, WIDTH)
         assert not caplog.records
+        assert (weight.stride(), weight.is_contiguous()) == ((WIDTH, 1), True)
         assert_same_tensors(
             [weight.sum(), weight.view(-1), weight[3]], [plain.sum(), plain.view(-1), plain[3]]
         )
