@@ -249,7 +249,8 @@ class OffloadConfig:
 
     on_slow: Literal["wait", "keep"] | None = None
     """Reaction to a drive that is too slow. ``wait`` waits for the drive, and ``keep`` keeps activations in
-    memory. By default ``wait`` for ``offload`` layers and ``keep`` for ``auto`` layers."""
+    memory. After the first plan for ``auto`` layers, training always waits. By default ``wait``, or ``keep``
+    for ``auto`` layers with ``objective: memory``."""
 
     min_tensor_bytes: values.Threshold = 64 * 2**10
     """Activations smaller than this size are kept. 0 offloads all activations. By default 64KiB."""

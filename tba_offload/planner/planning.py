@@ -39,8 +39,8 @@ class Planning:
 
     Attributes:
         plan: The plan in use.
-        controller: The controller, which makes new plans; ``None`` if no layer is ``auto`` and enough steps
-            were measured for the run log.
+        controller: The controller, which makes new plans; ``None`` if no layer is ``auto`` and the run log
+            needs no further measurements.
         chosen: Indices of the ``auto`` layers.
         seconds: Seconds that training waited for the controller after the last step; ``None`` without a
             controller.

@@ -132,9 +132,9 @@ class StepRecord:
             time under two conditions: no optimizer runs inside the block, and the run has a run log or an
             ``auto`` layer. Otherwise, the host's clock measures the time. On a GPU, host time is too short
             unless the block ends with a call that waits for the device, such as ``loss.item()``.
-        optimizer_seconds: Wall-clock time of optimizer steps inside the step; None without an update. If the
-            optimizer runs after the ``with`` block, the value is the time of the update before this step. On
-            a GPU, the value is the time in which the host launched the update or waited for the update.
+        optimizer_seconds: Wall-clock time of optimizer steps since the end of the previous step; None without
+            an update. On a GPU, the value is the time in which the host launched the update or waited for the
+            update.
         skipped: Whether the gradients were dropped without an update, as a gradient scaler does after an
             overflow. The planner ignores skipped steps.
         forward_seconds: Time of forward passes; None on a GPU.
@@ -189,15 +189,15 @@ class StepRecord:
         scopes: Number of layer runs in the step. Each layer runs once for each micro-batch.
         in_flight_peak_bytes: Peak bytes in flight: saved bytes that are not freed yet, plus prefetched bytes
             that are not used yet.
-        given_up_bytes: Bytes of prefetches that were cancelled. Backward read these bytes on demand later.
+        given_up_bytes: Bytes of prefetches that were dropped before backward used the bytes.
         held_bytes: Bytes that were written although another reference kept the tensor in memory, so nothing
             was freed.
         fallback_kept_bytes: Bytes of offloaded layers that were kept in memory, because the store was full,
             or because a drive failed or was too slow.
-        checksum_seconds: CPU time that I/O threads spent on checksums since the end of the last step; None if
-            a GPU computes the checksums.
-        drives_out_of_service: Number of drives that accept no writes at the end of the step, because a write
-            failed or the drive was full.
+        checksum_seconds: CPU time that I/O threads spent on checksums since the end of the last step; 0 if a
+            GPU computes the checksums.
+        drives_out_of_service: Number of drives that accept no writes at the end of the step, because a
+            transfer failed or the drive did not answer.
         weights_read_bytes: Bytes of frozen weights that were read in the step; None if no frozen weights are
             offloaded.
         weights_waited_seconds: Time that the training thread waited for frozen weights; None if no frozen
@@ -208,9 +208,8 @@ class StepRecord:
         predicted_peak_bytes: Activation peak that the plan predicted; None before the first plan.
         predicted_seconds: Value of ``seconds`` that the plan predicted; None before the first plan.
         predicted_device_peak_bytes: Value of ``device_peak_bytes`` that the plan predicted; None without
-            ``budget.device_bytes``. The prediction is the activation peak of the plan plus all other memory
-            of the device. Gradients and activations peak at different times. Therefore the prediction is
-            corrected by the difference between measurement and prediction in the previous step.
+            ``budget.device_bytes``. The prediction adds three figures: the live bytes before the step, the
+            largest gradient bytes, and the bytes of the budget that the plan needs.
     """
 
     EVENT: ClassVar[str] = "step"

@@ -68,9 +68,9 @@ class Store(ABC):
     """Base class of stores, which keep bytes in a file on one drive, in host memory, or elsewhere.
 
     A subclass implements :meth:`write` and :meth:`read`. I/O threads call both methods. Several calls may run
-    at the same time, each for a different extent. If a write raises ``OSError``, ``MemoryError`` or
-    :class:`tba_offload.StoreError`, the store takes no writes for a while. Any other exception is treated as
-    an error of the program.
+    at the same time, each for a different extent. After a :class:`tba_offload.errors.StoreFullError`, the
+    store does not grow for a while. If a write raises any other ``OSError`` or a ``MemoryError``, the store
+    takes no writes for a while. Other exceptions are treated as errors of the program.
 
     Attributes:
         kind: Name of this kind of store in a policy.

@@ -24,7 +24,7 @@ class TransferStats:
         read: Bytes read from the store.
         reread: Bytes read again because the first read failed.
         forwarded: Bytes that backward used from memory without a read.
-        given_up: Bytes that were read ahead and dropped to make room.
+        given_up: Bytes that were read ahead and dropped before backward used the bytes.
         held: Bytes written although another reference kept the storage in memory, so nothing was freed.
         fallback_kept: Bytes that stayed in memory because their write failed.
         full: Whether the store had no room for some of the bytes in ``fallback_kept``.
