@@ -52,10 +52,7 @@ class Table:
         is_markdown = not console.is_terminal
         grid = Grid(box=box.MARKDOWN if is_markdown else box.SIMPLE_HEAD, show_edge=is_markdown)
         for heading in self.headings:
-            if heading in self.right:
-                grid.add_column(heading, justify="right", no_wrap=True)
-            else:
-                grid.add_column(heading, overflow="fold")
+            grid.add_column(heading, justify="right" if heading in self.right else "left", overflow="fold")
         for row in self.rows:
             texts = [visible(cell).replace("|", r"\|" if is_markdown else "|") for cell in row]
             grid.add_row(*map(Text, texts))  # Text, since rich would read brackets in labels as markup
