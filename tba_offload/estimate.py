@@ -115,8 +115,8 @@ def run_on_console(
             reads, rate = readable_size(2 * sum(frozen)), readable_rate(sum(frozen) / forward)
             notes += [
                 f"The layers have {readable_size(sum(frozen))} of frozen weights.",
-                f"With weights: {{frozen: offload}}, at most {readable_size(resident)} are in memory.",
-                f"A step then reads {reads}. To avoid waits, drives must read {rate}.",
+                f"With weights: {{frozen: offload}}, {readable_size(resident)} of them stay in memory.",
+                f"Each step then reads {reads}. To avoid waits, the drives must read {rate}.",
             ]
         lengths = [length for length in LENGTHS if length <= _longest(dry.model.config)]
         place = bisect_left(lengths, 1, key=partial(dry.is_carried, bandwidth=bandwidth))
@@ -476,7 +476,7 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seen = StepObservation(trace, (), (), plan, record, began=0.0, on_device=on_device)
         self.profile = profile_of(seen, [(0, name) for name in self.names], self.profile, nets=True)
         if self.profile is None:
-            raise UnsupportedError("backward reaches no layer, so nothing can be offloaded")
+            raise UnsupportedError("backward reaches none of the layers, so nothing can be offloaded")
         stalled = sum(ended - began for began, ended in stats.marked_stalls)
         sent = machine.beyond_host(stats.offloaded + stats.forwarded)
         peaks = self._whole - gradients, stats.offloaded, self._peak

@@ -255,7 +255,7 @@ class _Argument:
         """Return the argument for a repeated call."""
         if self._maker is not None:
             return viewed(self._maker.storage(capture, verifier), self._view)
-        purpose = f"for {call.name}; placement 'offload' does not need this tensor"
+        purpose = f"to compute {call.name} again; placement 'offload' does not need this"
         check_version(self._packed.probe, self._packed.version, purpose)
         # The result of a compiled function may depend on whether its arguments require a gradient.
         return capture.unpack(self._packed).detach().requires_grad_(self._needs_grad)

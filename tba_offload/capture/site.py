@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Tracer = Any
 """The compiler's hook into the interpreter; ``None`` if nothing is compiled."""
 
-_COPIES = "copies of a layer, as by nn.DataParallel, run without offloading. Use DistributedDataParallel"
+_COPIES = "copies of layers, such as nn.DataParallel makes, are not offloaded. Use DistributedDataParallel"
 
 
 Run = Callable[["Site", tuple[object, ...], dict[str, object]], object]

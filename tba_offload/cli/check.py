@@ -33,7 +33,7 @@ def _stacks(
     for value in values:
         match = _LAYERS.fullmatch(value)
         if match is None:
-            raise click.BadParameter(f"{quoted(value)} is not a number of layers. Write 24, or encoder:12")
+            raise click.BadParameter(f"{quoted(value)} is not a number of layers such as 24 or encoder:12")
         stacks[match["stack"]] = int(match["count"])
     if len(stacks) < len(values) or (len(values) > 1 and None in stacks):
         raise click.BadParameter("stacks need different names, such as encoder:12 and decoder:12")
@@ -49,7 +49,7 @@ def _stacks(
     multiple=True,
     required=True,
     callback=_stacks,
-    help="Number of layers. For several stacks, use --layers encoder:12 --layers decoder:12.",
+    help="Number of layers. For several stacks, repeat the option: --layers encoder:12 --layers decoder:12.",
 )
 @JSON
 def check(policy: Path, stacks: dict[str | None, int], *, as_json: bool) -> None:
@@ -81,7 +81,7 @@ def check(policy: Path, stacks: dict[str | None, int], *, as_json: bool) -> None
     found: dict[str, Any] = {
         "layers": list(_groups(config.policy, layers)),
         "states": None if states is None else f"{states.default}, updated in {states.when}",
-        "weights": None if weights is None else f"{weights.frozen}, if frozen",
+        "weights": None if weights is None else f"{weights.frozen} (frozen weights)",
         "not_judged": [str(rule) for rule in config.policy.unjudged(layers)],
         "warnings": config.doubts(layers),
         "problems": [],

@@ -22,7 +22,7 @@ def _flops(_context: click.Context, _parameter: click.Parameter, text: str) -> f
 
 @click.command()
 @click.option("--config", type=click.Path(exists=True), help="Path of a config.json, or of its folder.")
-@click.option("--layers", "num_hidden_layers", type=_COUNT, help="Layer count of a Llama, without --config.")
+@click.option("--layers", "num_hidden_layers", type=_COUNT, help="Layers of a Llama, in place of --config.")
 @click.option("--hidden", "hidden_size", type=_COUNT, help="Hidden size of the Llama model.")
 @click.option("--heads", "num_attention_heads", type=_COUNT, help="Attention heads of the Llama model.")
 @click.option("--vocab", "vocab_size", type=_COUNT, help="Vocabulary size of the Llama model.")
@@ -30,9 +30,9 @@ def _flops(_context: click.Context, _parameter: click.Parameter, text: str) -> f
 @click.option("--batch", type=_COUNT, default=1, show_default=True, help="Sequences in a micro-batch.")
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True)
 @click.option(
-    "--lora", type=_COUNT, metavar="RANK", help="Rank of LoRA for all linear modules of the layers."
+    "--lora", type=_COUNT, metavar="RANK", help="Freeze the model, and add LoRA of this rank to its layers."
 )
-@click.option("--base-bits", type=click.Choice(["4", "8"]), help="Bits of the frozen weights, with --lora.")
+@click.option("--base-bits", type=click.Choice(["4", "8"]), help="Bits of the frozen weights. Needs --lora.")
 @click.option("--flops", callback=_flops, required=True, help="FLOPs per second in training, such as 400T.")
 @rates
 @click.option(
@@ -41,7 +41,7 @@ def _flops(_context: click.Context, _parameter: click.Parameter, text: str) -> f
     metavar="SIZE",
     help="Memory of the device, such as 80GiB, for weights, gradients, Adam's two moments and activations.",
 )
-@click.option("--host-capacity", callback=size, metavar="SIZE", help="Host memory to fill before the drives.")
+@click.option("--host-capacity", callback=size, metavar="SIZE", help="Host memory to use before the drives.")
 @RATED
 @JSON
 def estimate(*, host_capacity: int | None, **options: Any) -> None:
@@ -64,7 +64,7 @@ def estimate(*, host_capacity: int | None, **options: Any) -> None:
     """
     bits = options.pop("base_bits")
     if bits is not None and options["lora"] is None:
-        raise click.UsageError("--base-bits needs --lora, because only frozen weights have 4 or 8 bits")
+        raise click.UsageError("--base-bits needs --lora, because only frozen weights can have 4 or 8 bits")
     bandwidth = bandwidth_of(options)
     if bandwidth is None:
         raise click.UsageError("the rates of the drives are missing. Pass --write and --read, or --dir")

@@ -78,7 +78,7 @@ def _look_at(path: str) -> Location:
     except StoreError as error:
         raise click.ClickException(f"{path}: {error.strerror}") from error
     if not os.access(path, os.W_OK):
-        raise click.ClickException(f"{path}: the directory cannot be written to. Name another directory")
+        raise click.ClickException(f"{path}: the directory is not writable. Name another directory")
     return found
 
 

@@ -54,8 +54,8 @@ def why(run: Path, *, as_json: bool) -> None:
     type=click.Choice(("activations", "device")),
     default="activations",
     show_default=True,
-    help="Peak to compare: the activation peak, or the peak of all live bytes on the device (weights, "
-    "gradients, optimizer states and activations). On a CPU, device means all live bytes of the process.",
+    help="Memory peak to compare: 'activations', or 'device' for all live bytes on the device (weights, "
+    "gradients, optimizer states and activations). On a CPU, 'device' counts all live bytes of the process.",
 )
 def rok(runs: tuple[Path, ...], output: tuple[Path, ...], *, as_json: bool, memory: Memory) -> None:
     """Compare runs by memory peak and throughput, as a ROK curve (recompute, offload, keep).
@@ -84,10 +84,10 @@ def rok(runs: tuple[Path, ...], output: tuple[Path, ...], *, as_json: bool, memo
     "--device-bytes",
     callback=size,
     metavar="SIZE",
-    help="Limit of all bytes on the device, such as 70GiB, in place of --budget.",
+    help="Limit of all bytes on the device, such as 70GiB. Cannot be combined with --budget.",
 )
 @click.option("--layers", type=click.IntRange(1, 10_000), help="Number of layers of the planned model.")
-@click.option("--drives", type=click.FloatRange(0.1), default=1, help="Plan for this many times the drives.")
+@click.option("--drives", type=click.FloatRange(0.1), default=1, help="Factor for the number of drives.")
 @rates
 @RATED
 @_output("Write the plan as a policy file.")
@@ -118,7 +118,7 @@ def plan(
     from tba_offload.report import text
 
     if goal["budget"] is not None and goal["device_bytes"] is not None:
-        raise click.UsageError("--budget and --device-bytes both limit activations. Use one option")
+        raise click.UsageError("--budget and --device-bytes cannot be combined. Use one of the two")
     if output is not None:
         must_be_new(output, force=force)
     situation = Situation.of(run, bandwidth_of(goal)).changed(layers=layers, drives=drives)

@@ -56,16 +56,16 @@ RATED = click.option(
     "--rated",
     callback=size,
     metavar="SIZE",
-    help="Rated writes (TBW) of all drives together, such as 600TB, to estimate the life of the drives.",
+    help="Rated writes (TBW) of all drives together, such as 600TB. Used to compute the life of the drives.",
 )
 """Option ``--rated``, for the endurance of drives."""
 
 
 def rates(command: FC) -> FC:
     """Add the options for drive rates to a command. :func:`bandwidth_of` reads these options."""
-    write = click.option("--write", callback=rate, metavar="RATE", help="Write rate, such as 6GB/s.")
+    write = click.option("--write", callback=rate, metavar="RATE", help="Total write rate, such as 6GB/s.")
     read = click.option("--read", callback=rate, metavar="RATE", help="Read rate.  [default: the write rate]")
-    place = click.option("--dir", "place", metavar="DIR", help="Directory on the drive to measure.")
+    place = click.option("--dir", "place", metavar="DIR", help="Directory whose drive is measured.")
     return write(read(place(command)))
 
 
@@ -127,5 +127,5 @@ def writing(path: str | os.PathLike[str], logs: Iterable[Path] = ()) -> Iterator
         yield
     except OSError as error:
         raise click.ClickException(
-            f"{os.fspath(path)}: cannot be written: {error.strerror or error}"
+            f"{os.fspath(path)}: the file cannot be written: {error.strerror or error}"
         ) from error

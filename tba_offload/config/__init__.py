@@ -128,7 +128,7 @@ class StoreConfig:
         if self.order and not self.host_capacity:
             raise conflict("order", "has no effect without host_capacity. Set host_capacity, or remove order")
         if (count := len(self.directories)) and self.capacity and self.capacity < count * values.BLOCK:
-            raise conflict("capacity", f"must be {values.BLOCK} or more for each of {count} directories")
+            raise conflict("capacity", f"must be {values.BLOCK} B or more for each of {count} directories")
 
     @property
     def drives(self) -> StoreConfig:
@@ -187,7 +187,7 @@ class StatesConfig:
     def __post_init__(self) -> None:
         in_backward = self.when == "backward"
         if in_backward and self.default == "auto":
-            raise conflict("when", "'backward' excludes default: auto. Set states.default to 'offload'")
+            raise conflict("when", "'backward' cannot be used with default: auto. Use default: offload")
         if self.micro_batches != 1 and not in_backward:
             raise conflict("micro_batches", "has no effect with when: step. Remove micro_batches")
         if self.update != "device" and (in_backward or self.default == "auto"):
@@ -261,7 +261,7 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         may_plan = Placement.AUTO in (self.default, *(rule.placement for rule in self.layers))
         if self.weights and self.weights.frozen == "auto" and not self.budget.device_bytes and not may_plan:
-            why = "frozen: auto needs a limit: set budget.device_bytes, or default: auto to fit the device"
+            why = "frozen: auto needs a limit. Set budget.device_bytes, or the placement 'auto' for layers"
             raise conflict("weights", why)
         if self.states and self.states.default == "auto" and self.budget.device_bytes is None:
             why = "default: auto needs budget.device_bytes. Set this limit, or use default: offload"
@@ -328,7 +328,7 @@ class OffloadConfig:
         for (section, setting), has in has_effect.items():
             if getattr(getattr(self, section), setting) is not None and not has and placements:
                 who = "'auto' or 'offload'" if setting == "device_bytes" else "'auto'"
-                why = f"has no effect: no layer is {who}. Change a placement, or remove {setting}"
+                why = f"has no effect: no layer has placement {who}. Change a placement, or remove {setting}"
                 found.append(str(self.source.error((section, setting), why)))
         return found
 
@@ -398,7 +398,7 @@ def read_config(config: ConfigLike, *, layers: Layers = None) -> OffloadConfig:
         return _read_text(FIT if config is None else config, layers)
     if not isinstance(config, OffloadConfig):
         remedy = "Pass a word such as 'fit', the path of a YAML file, a dict, or an OffloadConfig"  # type: ignore[unreachable]
-        raise ConfigError(f"the policy {quoted(config)} has a wrong type. {remedy}")
+        raise ConfigError(f"the policy {quoted(config)} has the wrong type. {remedy}")
     if layers is not None and (problems := config.policy.problems(layers)):
         raise ConfigError.joined(problems)
     return config

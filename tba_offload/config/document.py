@@ -87,10 +87,10 @@ def read_yaml(text: str, file: str | None) -> tuple[object, Source, list[ConfigE
         mark = error.problem_mark or error.context_mark
         problem = ", ".join(part for part in (error.context, error.problem) if part)
         line = None if mark is None else mark.line + 1
-        raise ConfigError(f"cannot be read: {shortened(problem)}", file=file, line=line) from None
+        raise ConfigError(f"the YAML cannot be read: {shortened(problem)}", file=file, line=line) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise ConfigError(f"cannot be read: {error.reason}", file=file, line=line) from None
+        raise ConfigError(f"the YAML cannot be read: {error.reason}", file=file, line=line) from None
     if root is None or (root.tag == _NULL and not root.value):
         return {}, Source(file), []
     reader = _NodeReader(file)
@@ -109,7 +109,7 @@ class _NodeReader:
         """Return the value of a node as text, bool, None, list or dict."""
         self.lines.setdefault(path, node.start_mark.line + 1)
         if node.tag not in _TAGS:
-            self._refuse(path, f"the tag {quoted(node.tag)} is not allowed")
+            self._refuse(path, f"the YAML tag {quoted(node.tag)} is not allowed")
         if isinstance(node, yaml.MappingNode):
             return dict(self._items(node, path))
         if isinstance(node, yaml.SequenceNode):
@@ -232,7 +232,7 @@ _MESSAGES = {
     "tuple_type": "must be a list, not {shown}",
     "dataclass_type": "must be a mapping with the keys {inner}, not {shown}",
     "missing": "is missing; this section needs the keys {keys}",
-    "unexpected_positional_argument": "the section has too many values; its keys are {keys}",
+    "unexpected_positional_argument": "this section has more values than keys; its keys are {keys}",
     "unexpected_keyword_argument": "unknown key{guess} (the keys of this section are {keys})",
 }
 """Message for each of pydantic's error types."""

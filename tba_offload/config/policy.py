@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["LayerId", "Objective", "Placement", "Policy", "Rule", "with_depths"]
 
 _LEGAL_FORMS = (
-    "a match is layer numbers ('3', '0-3', '0,2,8-11', 'last 2'), numbers within a stack ('encoder:0-3') "
-    "or a name with globs ('decoder.layers.2?')"
+    "write layer numbers ('3', '0-3', '0,2,8-11', 'last 2'), layer numbers of a stack ('encoder:0-3') or a "
+    "module name, which may have wildcards ('decoder.layers.2?')"
 )
 _ONLY_NUMBERS = re.compile(r"(?:[0-9,\-\s]|last\s)*")
 _ITEM = re.compile(r"last\s+0*([1-9][0-9]{0,17})|([0-9]{1,18})(?:-([0-9]{1,18}))?")
@@ -114,7 +114,7 @@ class _Match:
         if self.glob is not None:
             return fnmatch.fnmatchcase(layer.name, self.glob)
         if self.from_end and layer.depth is None:
-            why = "counts from the end of a stack whose depth is not known; pass the depth to LayerId"
+            why = "needs the number of layers, which is unknown; pass depth to LayerId"
             raise ConfigError(f"'last {self.from_end}' {why}")
         is_last = bool(self.from_end) and layer.number >= (layer.depth or 0) - self.from_end
         is_inside = is_last or any(first <= layer.number <= last for first, last in self.ranges)
@@ -130,7 +130,7 @@ def _matcher(match: str) -> _Match:
     """
     stack, colon, numbers = match.strip().rpartition(":")
     if stack.strip().isdecimal():
-        raise _malformed(match, f"a range is written {quoted(f'{stack}-{numbers}')}, with both ends included")
+        raise _malformed(match, f"write {quoted(f'{stack}-{numbers}')} for a range that includes both ends")
     if not colon and not _ONLY_NUMBERS.fullmatch(numbers):
         return _Match(numbers)
     ranges, from_end = [], 0

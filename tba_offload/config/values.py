@@ -50,7 +50,7 @@ def parse_size(text: str) -> int:
         raise ConfigError(f"{quoted(text)} has an unknown unit {quoted(unit)}; {_LEGAL}")
     size = int(number * _UNITS.get(unit, 1))
     if number and not 0 < size <= _MOST_BYTES:
-        raise ConfigError(f"{quoted(text)} is less than one byte, or more than {_MOST_BYTES}; {_LEGAL}")
+        raise ConfigError(f"{quoted(text)} is not between 1 and {_MOST_BYTES} bytes; {_LEGAL}")
     return size
 
 
@@ -68,7 +68,7 @@ def _bytes(value: object) -> int:
         return parse_size(value)
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_BYTES:
         return value
-    raise ConfigError(f"{quoted(value)} is not a size; write bytes, or text with a unit such as 12GiB")
+    raise ConfigError(f"{quoted(value)} is not a size; write a number of bytes, or a size such as 12GiB")
 
 
 def _limit(value: object) -> int | None:
@@ -159,7 +159,7 @@ def placement(word: object) -> Placement:
         return Placement(str(word))
     except ValueError:
         hints = {
-            "fit": "in a policy file, write auto without a budget",
+            "fit": "in a policy file, 'fit' is auto without a budget",
             "offload-N%": "N is a whole number from 1 to 99",
         }
         nearest = difflib.get_close_matches(str(word), [*names(), "fit"], n=1)

@@ -341,7 +341,7 @@ class ByteRange:
             ValueError: The tensor is not contiguous, so its bytes are not one range.
         """
         if not tensor.is_contiguous():
-            raise ValueError(f"a tensor with strides {tensor.stride()} is not one range of bytes")
+            raise ValueError(f"a tensor with strides {tensor.stride()} is not contiguous")
         return cls(tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes)
 
     def part(self, start: int, nbytes: int) -> ByteRange:

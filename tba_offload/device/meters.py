@@ -335,7 +335,7 @@ def malloc_count() -> Callable[[], tuple[int, int]]:
             return count
     raise UnsupportedError(
         "the activation peak on a CPU cannot be measured: mallinfo2 of glibc (2.33 or later) does not count "
-        "PyTorch's allocations here. Do not preload another allocator, or set measure_memory=False"
+        "PyTorch's allocations. Do not preload another allocator, or set measure_memory=False"
     )
 
 
@@ -494,7 +494,7 @@ def available_bytes(device: torch.device, *, root: Path = Path("/")) -> int:
         return int(torch.get_device_module(device).mem_get_info(device)[0])
     host = _statistic(root / "proc/meminfo", "MemAvailable:")  # the page cache is counted as free
     if host is None:
-        raise UnsupportedError("/proc/meminfo has no MemAvailable, which Linux reports since 3.14")
+        raise UnsupportedError("/proc/meminfo has no MemAvailable. Use Linux 3.14 or later")
     return min([1024 * host, *_group_bytes(root)])
 
 

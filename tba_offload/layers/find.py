@@ -212,10 +212,10 @@ def explicit_layers(model: nn.Module | Sequence[nn.Module], modules: Sequence[nn
     layers: list[Layer] = []
     for number, module in enumerate(modules):
         if module not in names:
-            raise UnsupportedError(f"layer {number} ({type(module).__name__}) is not a module of the model")
+            raise UnsupportedError(f"layers[{number}] ({type(module).__name__}) is not a module of the model")
         if isinstance(module, nn.ModuleList | nn.ModuleDict) and not _is_called(module):
             raise UnsupportedError(
-                f"layer {number} ({names[module][1]}) is a {type(module).__name__}, which is never called. "
+                f"layers[{number}] ({names[module][1]}) is a {type(module).__name__}, which is never called. "
                 "Pass the modules inside this list"
             )
         chunk, name = names[module]
@@ -236,7 +236,7 @@ def check_disjoint(layers: Sequence[Layer]) -> None:
         for part in layer.module.modules():
             if part in owner and part in {layer.module, owner[part].module}:
                 raise UnsupportedError(
-                    f"{layer.id} and {owner[part].id} are the same or nested modules. Pass only one of both"
+                    f"{layer.id} and {owner[part].id} are the same or nested modules. Pass only one of them"
                 )
             owner[part] = layer
 

@@ -25,18 +25,18 @@ _STATES = {"choices": ("keep", "offload")}
 
 _FLAGS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("policy", "", _FILE, "Policy file in YAML."),
-    ("placement", "default", {"metavar": "WORD"}, "Placement of layers without a rule, or the word fit."),
+    ("placement", "default", {"metavar": "WORD"}, "Placement of layers that match no rule, or 'fit'."),
     ("directory", "store.directories", _DIRECTORIES, "Store directories, one for each drive of a node."),
-    ("activation-bytes", "budget.activation_bytes", _SIZE, "Largest activation peak, such as 12GiB."),
+    ("activation-bytes", "budget.activation_bytes", _SIZE, "Limit of the activation peak, such as 12GiB."),
     ("device-bytes", "budget.device_bytes", _SIZE, "Limit of all memory on each rank's device."),
     ("in-flight-bytes", "budget.in_flight_bytes", _SIZE, "Size of the in-flight window, such as 1GiB."),
-    ("objective", "budget.objective", {"metavar": "GOAL"}, "Goal of the planner: time or memory."),
+    ("objective", "budget.objective", {"metavar": "GOAL"}, "Goal of the planner: 'time' or 'memory'."),
     ("store", "store.kind", {"metavar": "KIND"}, "Kind of store: auto, gds, file or host."),
-    ("host-capacity", "store.host_capacity", _SIZE, "Host memory to fill before the drives."),
+    ("host-capacity", "store.host_capacity", _SIZE, "Host memory to use before the drives."),
     ("checksum", "store.checksum", _SWITCH, "Compare checksums of writes and reads (default)."),
     ("optimizer-states", "states", _STATES, "Placement of optimizer states between updates."),
     ("run-log", "", _FILE, "Path of the run log, such as run.jsonl. Rank 0 writes run.rank0.jsonl."),
-    ("trace-steps", "", _STEPS, "Numbers of steps, from 1, to record as timelines."),
+    ("trace-steps", "", _STEPS, "Numbers, from 1, of the steps to record as timelines."),
 )
 """The flags: name, setting of the policy, options for argparse, and help text of each flag."""
 
@@ -70,7 +70,7 @@ class Conflict(NamedTuple):
 _SAME_ACTIVATIONS, _SAME_STATES = "the flag also offloads activations", "the flag also offloads states"
 _GRAPH = "a CUDA graph needs activations at fixed addresses"
 _OUTSIDE = "the flag makes Megatron use activations outside of backward"
-_FSDP = "FSDP in Megatron is not supported yet"
+_FSDP = "FSDP of Megatron is not supported"
 _KEEP_MASTERS = "set states.masters to 'keep' in the policy"
 
 CONFLICTS = (
@@ -82,7 +82,7 @@ CONFLICTS = (
     Conflict("--enable-cuda-graph", _GRAPH),
     Conflict("--external-cuda-graph", _GRAPH),
     Conflict("--cuda-graph-impl", _GRAPH),
-    Conflict("--overlap-moe-expert-parallel-comm", "it runs parts of layers for different micro-batches"),
+    Conflict("--overlap-moe-expert-parallel-comm", "the flag mixes layers of two micro-batches"),
     Conflict("--overlap-dispatch-backward-with-experts-wgrad", _OUTSIDE),
     Conflict("--delay-wgrad-compute", _OUTSIDE),
     Conflict("--yaml-cfg", "the flag makes Megatron ignore all other flags, including the --tba- flags"),
@@ -91,7 +91,7 @@ CONFLICTS = (
 )
 
 STATES_CONFLICTS = (
-    Conflict("--use-precision-aware-optimizer", "this optimizer keeps states in another format"),
+    Conflict("--use-precision-aware-optimizer", "the flag keeps states in another format"),
     Conflict("--optimizer-cpu-offload", _SAME_STATES),
     Conflict("--offload-optimizer-states", _SAME_STATES),
     Conflict("--rl-offload-optimizer-during-inference", _SAME_STATES),
@@ -101,7 +101,7 @@ STATES_CONFLICTS = (
 """Settings that are incompatible with offloaded optimizer states."""
 
 MASTERS_CONFLICTS = (
-    Conflict("--log-params-norm", "the norm needs all masters at the same time", instead=_KEEP_MASTERS),
+    Conflict("--log-params-norm", "the flag needs all masters in memory", instead=_KEEP_MASTERS),
     Conflict("--qk-clip", "the flag changes masters after the update", instead=_KEEP_MASTERS),
 )
 """Settings that are incompatible with offloaded masters."""
@@ -114,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """
     if "--tba-policy" in parser._option_string_actions:
         return parser
-    text = "Any of these flags switches offloading on. Flags override the policy."
+    text = "Any of these flags switches offloading on. These flags override the policy."
     group = parser.add_argument_group("activation offloading (tba-offload)", text)
     for name, _, options, text in _FLAGS:
         group.add_argument(f"--tba-{name}", help=text, **options)
@@ -166,7 +166,7 @@ def config_of(arguments: argparse.Namespace) -> OffloadConfig:
             states=states[arguments.tba_optimizer_states],
         )
     except ConfigError as error:
-        raise ConfigError(f"with the --tba- flags, {error}") from None
+        raise ConfigError(f"with the --tba- flags: {error}") from None
 
 
 def refuse_conflicts(arguments: argparse.Namespace, config: OffloadConfig) -> None:

@@ -179,8 +179,8 @@ def _identify(name: str, layer: nn.Module) -> LayerId:
     number = getattr(layer, "layer_number", None)
     if not isinstance(number, int):
         raise UnsupportedError(
-            f"the layer {name!r} ({type(layer).__name__}) has no layer_number, so that no policy can "
-            "name this layer. Build the layer in a block of Megatron, which sets layer_number"
+            f"the layer {name!r} ({type(layer).__name__}) has no layer_number, so no policy can name "
+            "this layer. Build the layer in a block of Megatron, which sets layer_number"
         )
     parts = list(itertools.dropwhile(_WRAPPERS.__contains__, name.split(".")))  # names without wrappers
     if parts[-1].isdigit():

@@ -53,7 +53,7 @@ class Checkout:
             if version.startswith(f"{beginning}."):
                 return cls(root, release)
         raise PatchError(
-            f"{root} is Megatron-LM {version}, but there are patches for {', '.join(RELEASES)} only. Use "
+            f"{root} is Megatron-LM {version}, and patches exist only for {', '.join(RELEASES)}. Use "
             "tba-offload launch, which changes no file"
         )
 
@@ -73,7 +73,7 @@ class Checkout:
             return False
         if self._fault("--check"):
             raise PatchError(
-                f"{self.directory}: the patch for {self.release} does not match, because the files differ. "
+                f"{self.directory}: the patch does not apply, because the files differ from {self.release}. "
                 "Use tba-offload launch, which changes no file"
             )
         return check or self._apply()
@@ -94,8 +94,8 @@ class Checkout:
             return check or self._apply("--reverse")
         if self._fault("--check"):
             raise PatchError(
-                f"{self.directory}: lines of the patch for {self.release} were changed. Remove them by "
-                "hand. The lines start with '# tba-offload:'"
+                f"{self.directory}: the patch for {self.release} was changed. Remove the blocks by hand "
+                "that begin with '# tba-offload:'"
             )
         return False
 
@@ -108,7 +108,7 @@ class Checkout:
         """Return the error of ``git apply`` with the given options, or an empty string on success."""
         git = shutil.which("git")
         if git is None:
-            raise PatchError("patching a checkout needs git. Install git")
+            raise PatchError("tba-offload patch needs git. Install git")
         # Do not search for a repository above the checkout.
         root = self.directory.resolve()
         environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(root.parent), "LC_ALL": "C"}

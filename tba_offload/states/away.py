@@ -65,7 +65,7 @@ class _Away(torch.Tensor):
         raise away.refused(f"{func} was called with this tensor")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # untyped there
-        return f"<{self._tba_offload_name}, away: {tuple(self.shape)}, {self.dtype}>"
+        return f"<{self._tba_offload_name}, offloaded: {tuple(self.shape)}, {self.dtype}>"
 
 
 class AwayTensor(_Away):
@@ -113,9 +113,9 @@ class FreedGradient(AwayTensor):
     """Placeholder of a gradient that was used for an update in backward and then freed."""
 
     _error = (
-        "{name} is freed, because backward has updated the parameter, but {use}. Call zero_grad() with "
-        "set_to_none=True after each step. If clipping, a gradient scaler or another pass needs gradients, "
-        "set states.when to 'step'"
+        "{name} was freed when backward updated the parameter, but {use}. Call zero_grad() with "
+        "set_to_none=True after each step. If gradient clipping, a gradient scaler or a second backward "
+        "needs gradients, set states.when to 'step'"
     )
 
 
@@ -141,7 +141,7 @@ class AwayMaster(_Away):
             master: The tensor.
             name: Name of the copied parameter, for messages.
         """
-        vars(master).update(_tba_offload_name=f"master of {name}", _tba_offload_class=type(master))
+        vars(master).update(_tba_offload_name=f"master copy of {name}", _tba_offload_class=type(master))
         storage = master.untyped_storage()
         master.__class__ = cls  # before the memory is freed
         storage.resize_(0)

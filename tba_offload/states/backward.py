@@ -36,7 +36,7 @@ _CLOSELY = 3
 Later, only steps 4, 8, 16 and so on compare all bytes.
 """
 
-_HALFWAY = "backward ended halfway through its updates. Load a checkpoint of the model and the optimizer"
+_HALFWAY = "backward failed halfway through its updates. Load a checkpoint of the model and the optimizer"
 
 
 class BackwardUpdates(Updates):
@@ -90,7 +90,7 @@ class BackwardUpdates(Updates):
         while self._handles:
             self._handles.popitem()[1].remove()
         if self._made is not None:
-            log_warning(__name__, "a backward pass has updated parameters, and no optimizer.step() followed")
+            log_warning(__name__, "backward() updated parameters, and no optimizer.step() followed")
 
     # ---- backward --------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class BackwardUpdates(Updates):
         if self._is_updating:
             raise SessionError(
                 "another backward pass ran after the parameters were updated and before optimizer.step(): "
-                f"states.micro_batches is {self.micro_batches}. Set the number of backward passes in a "
+                f"states.micro_batches is {self.micro_batches}. Set it to the number of backward passes in a "
                 "step, set use_reentrant=False for torch's checkpoints, or set states.when to 'step'"
                 if self._made is not None
                 else _HALFWAY

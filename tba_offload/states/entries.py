@@ -140,13 +140,14 @@ class Entries:
                 continue
             if not stands_for(value, parameter, key):
                 raise value.refused(
-                    f"its placeholder was moved to {self._groups.name_of(parameter)} as {key!r}. Move the "
-                    "placeholder back, or use a tensor with bytes"
+                    f"the program has assigned its placeholder to the state {key!r} of "
+                    f"{self._groups.name_of(parameter)}. Assign the values instead"
                 )
             groups = self._groups.holding.get(parameter)
             if not groups or any(key not in group.keys[parameter] for group in groups):
                 raise value.refused(
-                    "its placeholder was put back after the bytes were freed. Use a tensor with bytes"
+                    "the program removed the state, which freed the values, and put the placeholder back. "
+                    "Put the values back instead"
                 )
 
     def is_current(self, group: SubGroup) -> bool:

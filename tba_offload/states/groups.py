@@ -238,7 +238,7 @@ class Groups:
         for master, copy in self._copies.items():
             if master.shape != copy.shape:
                 raise UnsupportedError(
-                    f"a master has shape {tuple(master.shape)}, but its parameter has shape "
+                    f"a master copy has shape {tuple(master.shape)}, but its model parameter has shape "
                     f"{tuple(copy.shape)}. Set states.masters to 'keep'"
                 )
         self._names = names

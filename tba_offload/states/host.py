@@ -75,8 +75,8 @@ class HostUpdates:
         self._is_on = update != "device" and self._device.runs_behind  # a CPU's states are in host memory
         if self._is_on and updates.homes.store.kind != "host":
             raise UnsupportedError(
-                f"states.update: {update} needs states in host memory, but they are in a store of kind "
-                f"{updates.homes.store.kind}. Set store.kind to 'host', or states.update to 'device'"
+                f"states.update: {update} needs the optimizer states in host memory, but store.kind is "
+                f"'{updates.homes.store.kind}'. Set store.kind to 'host', or states.update to 'device'"
             )
         self._rates = _Rates(is_auto=update == "auto")
         self._twin = Twin(self._optimizer, kind, _settings_for_host)
@@ -208,8 +208,8 @@ class HostUpdates:
                 copy.copy_(tensors[each])
         if have_moved(bound, states):
             raise UnsupportedError(
-                f"{type(self._optimizer).__name__} adds or removes states on the CPU. Load a checkpoint, "
-                "and set states.update to 'device'"
+                f"{type(self._optimizer).__name__} added or removed states when it ran on the CPU. Load "
+                "a checkpoint, and set states.update to 'device'"
             )
         with self._device.on_side_stream():
             for each, tensor in tensors.items():

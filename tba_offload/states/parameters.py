@@ -90,21 +90,23 @@ def _check_parts(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
         raise UnsupportedError(f"the states of this {name} are already offloaded. Close its OptimizerStates")
     if (attribute := _attribute_with_optimizers(optimizer)) is not None:
         raise UnsupportedError(
-            f"{name} lets other optimizers make its updates. Pass the optimizers of its attribute {attribute}"
+            f"{name} is a wrapper: the optimizers in its attribute {attribute!r} make the updates. Pass "
+            "these optimizers instead"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError("LBFGS updates all parameters as one vector. Use another optimizer")
     if not (trusted or is_known(optimizer)):
         raise UnsupportedError(
-            f"it is not known whether {name} updates each parameter independently. If {name} computes "
-            "nothing over several parameters, set states.trust to true"
+            f"tba-offload does not know whether {name} updates each parameter independently. If {name} does, "
+            "set states.trust to true"
         )
     if any(not isinstance(key, torch.Tensor) for key in optimizer.state):
         raise UnsupportedError(f"{name} has states that belong to all parameters. Do not offload its states")
     if _goes_by_position(optimizer):
         raise UnsupportedError(
-            f"{name} has settings for some parameters by position, and an update in parts changes positions. "
-            "Put these parameters into their own group or optimizer"
+            f"GlobalOptimManager of bitsandbytes has overrides for single parameters, and {name} cannot use "
+            "these overrides while its states are offloaded. Remove the overrides, and create a second "
+            "optimizer for these parameters"
         )
     for group in optimizer.param_groups:
         _check_group(name, group, of_adafactor=isinstance(optimizer, torch.optim.Adafactor))
@@ -112,16 +114,16 @@ def _check_parts(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
 
 def _check_group(name: str, group: dict[str, Any], *, of_adafactor: bool) -> None:
     if len(set(group["params"])) < len(group["params"]):
-        raise UnsupportedError(f"a parameter is twice in one group of this {name}. Remove one entry")
+        raise UnsupportedError(f"a parameter group of this {name} has a parameter twice. Remove one")
     # In PyTorch's Adafactor, the eps of a whole group depends on the dtype of its first parameter.
     if of_adafactor and group["eps"][0] is None and len({each.dtype for each in group["params"]}) > 1:
         raise UnsupportedError(
-            "Adafactor with parameters of several data types in one group cannot be updated in parts. "
-            "Put each data type into its own group, or set eps"
+            "a parameter group of this Adafactor has parameters of several data types, and PyTorch takes the "
+            "default eps from the first parameter. Create one group for each data type, or set eps"
         )
     for setting in ("capturable", "differentiable"):
         if group.get(setting):
-            raise UnsupportedError(f"{name} cannot be updated in parts with {setting}=True. Use False")
+            raise UnsupportedError(f"states of {name} cannot be offloaded with {setting}=True. Use False")
 
 
 def _goes_by_position(optimizer: torch.optim.Optimizer) -> bool:
@@ -158,10 +160,10 @@ def _check_backward(
     on_host = any(is_distributed(each) and each.device.type == "cpu" for each in parameters)
     are_copied = on_host and torch.accelerator.is_available()
     refusals = {
-        "master copies get their gradients after backward": has_masters,
-        "with several processes, gradients are final only after they are reduced": come_late,
-        "FSDP2 may report gradients before their copy to host memory has finished": are_copied,
-        f"{name} is not known to allow updates in any order": not is_known(optimizer),
+        "the optimizer updates master copies, which get their gradients after backward": has_masters,
+        "several processes train, and gradients are final only after their reduction": come_late,
+        "FSDP2's CPUOffloadPolicy may report a gradient before its copy in host memory ends": are_copied,
+        f"the result of {name} may depend on the order of updates": not is_known(optimizer),
     }
     for why, holds in refusals.items():
         if holds:
@@ -177,9 +179,9 @@ def _check_host(optimizer: torch.optim.Optimizer, update: str) -> None:
     name, are_spread = type(optimizer).__name__, any(map(is_distributed, parameters_of(optimizer)))
     may_drift = update == "auto" and has_peers()
     refusals = {
-        f"{name} is not known to update parameters in host memory": not is_of_torch(optimizer),
-        "distributed parameters, for example of fully_shard, are updated on the device only": are_spread,
-        "with several processes, each process would choose different sub-groups for its CPU": may_drift,
+        f"only optimizers of torch.optim can run on the CPU, not {name}": not is_of_torch(optimizer),
+        "the CPU cannot update distributed parameters, for example parameters of fully_shard": are_spread,
+        "several processes train, and each process would choose different sub-groups for its CPU": may_drift,
     }
     for why, holds in refusals.items():
         if holds:
@@ -194,7 +196,7 @@ def device_of_parameters(optimizer: torch.optim.Optimizer) -> Device:
     """
     devices = {each.device for each in parameters_of(optimizer)}
     if len(devices) != 1:
-        raise UnsupportedError(f"the parameters are on {len(devices)} devices. Use one optimizer per device")
+        raise UnsupportedError(f"the optimizer uses {len(devices)} devices. Use one optimizer per device")
     return device_of(devices.pop())
 
 

@@ -161,8 +161,8 @@ class Takeover:
         self._instance_step = vars(optimizer).get("step")
         if self._instance_step is not None and not hasattr(self._instance_step, "_wrapped_by_lr_sched"):
             raise UnsupportedError(
-                f"the step of this {self.kind.__name__} was replaced by {self._instance_step!r}. Offload the "
-                "states of the optimizer first, and replace step afterwards"
+                f"the method step of this {self.kind.__name__} was replaced by {self._instance_step!r}. "
+                "Offload the states of the optimizer first, and replace step afterwards"
             )
 
     def begin(self, step: Step) -> None:

@@ -157,8 +157,8 @@ class Updates:
         """Count the transfers in the block. If a transfer fails, reject later updates."""
         if self._failure is not None:
             raise SessionError(
-                f"an earlier update failed halfway: {self._failure}. Load a checkpoint of the model "
-                "and the optimizer"
+                f"an earlier optimizer update failed after some parameters were updated: {self._failure}. "
+                "Load a checkpoint of the model and the optimizer"
             )
         homes, record, began = self.homes, self._record, time.perf_counter()
         waited, read, written = homes.waited, homes.read_bytes, homes.written_bytes

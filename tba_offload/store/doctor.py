@@ -108,8 +108,8 @@ def measure(
 
 
 _DOUBTS = {
-    posix.MEMORY: "offloaded bytes still take memory",
-    posix.NETWORK: "a killed process may leave files on the server, and a full server may lose a write",
+    posix.MEMORY: "offloaded bytes still use memory",
+    posix.NETWORK: "files may stay on the server after a process was killed, and a full server may lose data",
 }
 
 

@@ -203,7 +203,7 @@ class FileStore(Store):
             limit = self.size + max(free - spared, 0)
         else:
             limit = min(self.size + free, self.capacity)
-        room = f"{free} bytes are free; without store.capacity, {spared} bytes stay free for other files"
+        room = f"{free} bytes are free, and {spared} bytes stay free unless store.capacity is set"
         what = f"the file cannot grow from {self.size} to {end} bytes ({room})"
         if end > limit:
             raise store_error(what, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), self.name)
@@ -276,11 +276,11 @@ class FileStore(Store):
         """
         mode = (run.st_mode | file.st_mode) & 0o777
         if run.st_uid != file.st_uid or mode & 0o077:
-            what = f"other users may read files in this directory: a new file belongs to user {file.st_uid}"
+            what = f"other users may read files in this directory: a new file has owner {file.st_uid}"
             remedy = "choose a directory that only you may write to, and mount its drive with umask=077"
             raise StoreError(
                 errno.EPERM,
-                f"{what}, its directory to {run.st_uid}, and the mode is {mode:04o}; {remedy}",
+                f"{what}, a new directory has owner {run.st_uid}, and the mode is {mode:04o}; {remedy}",
                 self.name,
             )
 
@@ -311,7 +311,7 @@ class FileStore(Store):
                 return
         self.path = "buffered"
         fcntl.fcntl(self.fd, fcntl.F_SETFL, flags)
-        what = "buffered I/O instead of direct I/O, so bytes pass through the page cache"
+        what = "the store uses buffered I/O instead of direct I/O, so bytes pass through the page cache"
         log_warning(__name__, "%s: %s: %s", self.name, what, self.reason)
 
 
@@ -348,7 +348,7 @@ def opened_directory(path: str) -> Iterator[int]:
     except StoreError:
         raise
     except OSError as error:
-        raise store_error("cannot create a file in this directory", error, path) from error
+        raise store_error("no file can be created in this directory", error, path) from error
 
 
 def _open_directory(path: str) -> int:
@@ -358,8 +358,8 @@ def _open_directory(path: str) -> int:
         if link is None:
             break
         if link.parent.stat().st_mode & stat.S_IWOTH and link.lstat().st_uid not in {0, os.geteuid()}:
-            why = f"another user put the link {link.name!r} into a directory that everybody may write to"
-            raise StoreError(errno.ELOOP, f"{why}; use the directory to which the link points", path)
+            why = f"the link {link.name!r} of another user is in a directory that everybody may write to"
+            raise StoreError(errno.ELOOP, f"{why}; name the directory to which the link points", path)
         here = link.parent / link.readlink() / here.relative_to(link)
     try:
         return os.open(here, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -69,13 +69,13 @@ class GdsStore(FileStore):
         """Register the file with cuFile, and test the store with one block."""
         kvikio = import_kvikio()
         if kvikio.defaults.is_compat_mode_preferred():
-            why = f"KVIKIO_COMPAT_MODE is ON, libcufile is not found, or the container has no {UDEV}"
-            raise self._refused(f"kvikio is in compatibility mode: {why}, which cuFile needs")
+            why = f"KVIKIO_COMPAT_MODE is ON, libcufile is not found, or the container does not mount {UDEV}"
+            raise self._refused(f"kvikio is in compatibility mode. Possible reasons: {why}")
         try:
             self._cufile = CuFile(self.fd)
         except OSError as error:
-            needs = f"direct I/O and udev (in a container, mount the host's {UDEV})"
-            raise self._refused(f"{error.strerror or error}; cuFile needs {needs}") from error
+            needs = f"direct I/O and udev. In a container, mount the host's {UDEV}"
+            raise self._refused(f"{error.strerror or error}: cuFile needs {needs}") from error
         self.grow(BLOCK)
         block = torch.arange(BLOCK, device=self.device.torch_device).to(torch.uint8)
         back = torch.zeros_like(block)
@@ -83,7 +83,7 @@ class GdsStore(FileStore):
         self._move("write", self._cufile.write, block.data_ptr(), BLOCK, 0)
         self._move("read", self._cufile.read, back.data_ptr(), BLOCK, 0)
         if not torch.equal(block, back):
-            raise self._refused("a block that was written and read back has changed")
+            raise self._refused("a test block was read back with other bytes")
         self.path, self.reason = _path_of(kvikio)
 
     def write(self, extent: Extent, source: ByteRange) -> int | None:
@@ -138,7 +138,10 @@ def import_kvikio() -> Any:
 def _path_of(kvikio: Any) -> tuple[str, str | None]:
     """Return the name of the I/O path, and why the path is not GDS; ``None`` for GDS."""
     if not kvikio.cufile_driver.get("is_gds_available"):
-        return "cuFile compatibility", "the nvidia-fs driver is not loaded, so bytes pass through host memory"
+        return (
+            "cuFile compatibility",
+            "the nvidia-fs driver is not loaded, so bytes are copied through host memory",
+        )
     if NVIDIA_FS.exists():
         return "GDS", None
     return "GDS without nvidia-fs", "cuFile moves bytes by PCIe peer-to-peer"
@@ -219,5 +222,5 @@ def _moved(result: int) -> int:
 
 def _failure(number: int) -> OSError:
     if number > 5000:  # CUFILEOP_BASE_ERR: larger numbers are cuFile's errors, smaller ones the system's
-        return OSError(errno.EIO, f"error {number} of cuFile (see cufile.h)")
+        return OSError(errno.EIO, f"cuFile error {number} (see cufile.h)")
     return OSError(number, os.strerror(number))

@@ -102,7 +102,7 @@ class HostStore(Store):
                 _check_free(end - size)
                 self._slabs.append(self.device.host_memory(nbytes))
             except (MemoryError, OSError) as error:
-                what = f"cannot allocate {nbytes} bytes of host memory in addition to {size} bytes: {error}"
+                what = f"the store in host memory cannot grow from {size} to {size + nbytes} bytes: {error}"
                 remedy = "lower store.capacity or store.host_capacity, or use a drive"
                 raise StoreFullError(errno.ENOMEM, f"{what}; {remedy}", self.name) from error
 
@@ -129,4 +129,4 @@ def _check_free(nbytes: int) -> None:
     Linux may allocate more bytes than are free, and kill the process when the process uses the bytes.
     """
     if nbytes > (free := available_bytes(torch.device("cpu"))):
-        raise MemoryError(f"{free} bytes are free")
+        raise MemoryError(f"only {free} bytes are free")

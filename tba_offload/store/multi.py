@@ -267,7 +267,7 @@ class MultiStore:
             for place in self._places
         )
         if all(place.cause is not None for place in self._places):
-            return OutOfServiceError(errno.EIO, f"every drive failed, and is tried again later: {reasons}")
+            return OutOfServiceError(errno.EIO, f"all drives failed, and are tried again later: {reasons}")
         return StoreFullError(errno.ENOSPC, f"no room for {nbytes} bytes: {reasons}")
 
     def _remove(self, transfer: Transfer) -> None:
@@ -453,8 +453,8 @@ def _check_still_there(memory: ByteRange) -> None:
     storage = memory.storage
     if storage.nbytes() < memory.start + memory.nbytes or storage.data_ptr() + memory.start != memory.address:
         raise StoreError(
-            f"the memory of a saved tensor ({memory.nbytes} bytes) was freed or moved before its transfer: "
-            "the program resized the storage of the tensor. Set the placement of the layer to 'keep'"
+            f"the memory of a saved tensor ({memory.nbytes} bytes) was freed or moved before its transfer, "
+            "because the program resized its storage. Set the placement of the layer to 'keep'"
         )
 
 
@@ -488,9 +488,9 @@ def _store_error(failure: BaseException, what: str) -> StoreError:
         error = failure
     elif isinstance(failure, torch.AcceleratorError):  # perhaps of work long before
         error = DeviceError(
-            f"could not {what}, because the device failed: {failure}; no drive is at fault: an operation of "
-            "the training program failed on the device, and this transfer was the first to wait for the "
-            "operation. With CUDA_LAUNCH_BLOCKING=1, the failed operation raises the error"
+            f"could not {what}, because the device failed: {failure}. No drive is at fault: an operation of "
+            "the program failed on the device earlier. With CUDA_LAUNCH_BLOCKING=1, the failed operation "
+            "raises the error"
         )
     else:
         number = errno.ENOMEM if isinstance(failure, MemoryError) else getattr(failure, "errno", None)

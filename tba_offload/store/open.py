@@ -68,7 +68,7 @@ def _places(config: StoreConfig, device: Device) -> Iterator[Store]:
         yield opener(config, device=device)
     else:
         if config.kind == "gds" and not device.pins_memory:
-            raise UnsupportedError("store kind 'gds' moves GPU memory; on a CPU use 'file'")
+            raise UnsupportedError("store.kind 'gds' needs a GPU. On a CPU, use 'file'")
         for directory in config.directories:
             yield _open_drive(str(directory), config, device)
     if config.host_capacity is not None:
@@ -108,9 +108,9 @@ def temporary_directory() -> str:
     found = tempfile.gettempdir()
     named = os.environ.get("TMPDIR") or os.environ.get("TEMP") or os.environ.get("TMP")
     if named and not os.access(named, os.W_OK | os.X_OK):
-        why = "cannot be written to" if Path(named).exists() else "does not exist"
+        why = "is not writable" if Path(named).exists() else "does not exist"
         remedy = f"Create a writable directory (mkdir -p {shlex.quote(named)}), or set store.directories"
-        warn(f"TMPDIR names {named!r}, which {why}, so files go to {found}. {remedy}")
+        warn(f"TMPDIR names {named!r}, which {why}, so the store uses {found}. {remedy}")
     return found
 
 
@@ -118,10 +118,10 @@ def saves_nothing(config: StoreConfig) -> str | None:
     """Return why offloading frees no memory if the model is on the CPU; ``None`` if memory is freed."""
     remedy = "choose a directory on a drive"
     if config.kind == "host":
-        return f"kind: host moves activations from host memory to host memory; {remedy}, with kind: file"
+        return f"kind: host keeps activations in host memory; {remedy}, with kind: file"
     for directory in config.directories or (tempfile.gettempdir(),):
         if posix.mount_of(str(Path(directory).expanduser())).place == posix.MEMORY:
-            return f"{directory} is in host memory; {remedy}"
+            return f"the directory {directory} is in host memory; {remedy}"
     if config.host_capacity is not None:
         return "host_capacity keeps activations in host memory; remove this setting"
     return None

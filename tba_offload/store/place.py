@@ -169,7 +169,7 @@ class Place:
 
     def disable(self) -> None:
         """Accept no more writes."""
-        self.cause = "the drive does not answer, and takes no more writes"
+        self.cause = "the drive does not answer, and is no longer used"
         self.disabled_until = math.inf
 
     def resume(self) -> None:

@@ -201,8 +201,8 @@ class Offloader:
             ref = saved.ref
             if ref.epoch != self._epoch:
                 raise SessionError(
-                    f"{saved.key} belongs to a step that failed or was interrupted, and its bytes were "
-                    "discarded. Run the forward of this graph again"
+                    f"{saved.key} was discarded, because its step failed or was interrupted. Run the forward "
+                    "of this graph again"
                 )
             memory = saved.alive()
             if memory is not None and memory.nbytes() < saved.nbytes:  # the owner has resized it
@@ -630,9 +630,9 @@ class Offloader:
             if self.keep_when_full and place not in self._warned_places:
                 self._warned_places.add(place)
                 warn(
-                    f"a drive failed and takes no writes for a while: {place}: {cause}. Activations go to "
-                    "other drives or stay in memory, even beyond budget.activation_bytes. Check the drive, "
-                    "or choose another directory",
+                    f"a drive failed and takes no writes for a while: {place}: {cause}. Activations are "
+                    "written to other drives or stay in memory, even beyond budget.activation_bytes. Check "
+                    "the drive, or choose another directory",
                     RuntimeWarning,
                 )
         if self._failures:

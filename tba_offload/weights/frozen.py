@@ -47,12 +47,12 @@ if TYPE_CHECKING:
     Tell = Callable[[str], object]
 
 _ONLY = (
-    "Only weights of class torch.nn.Parameter, of bitsandbytes, and of classes with __tensor_flatten__ can "
-    "be offloaded, if they are on the device of the first parameter"
+    "Offloading supports the classes torch.nn.Parameter, parameters of bitsandbytes, and tensor classes with "
+    "__tensor_flatten__. An offloaded weight must be on the same device as the first parameter of the model"
 )
 _NONE = (
-    "no frozen weight is offloaded: no frozen weight of the layers has min_tensor_bytes or more and is used "
-    "only there, or weights.frozen is too small. Weights that are frozen later stay in memory"
+    "no frozen weight is offloaded. A weight must be frozen before attach(), have at least min_tensor_bytes, "
+    "and be used by only one layer. A small percentage in weights.frozen may select no weight"
 )
 _WITH = "with frozen weights in the store. Close the session first"
 _MOST_WAITS = 20_000
@@ -313,7 +313,7 @@ class FrozenWeights:
         try:
             found = [tensor for tensor in tensors_in(output) if tensor.requires_grad and tensor.grad_fn]
         except TooManyError:
-            raise SessionError(f"too many nested outputs are returned by a layer {_WITH}") from None
+            raise SessionError(f"the output has too many nested objects for a layer {_WITH}") from None
         for tensor in found:
             came = partial(self._gradient_came, number, self._runs.get(number, {}))
             tensor.register_hook(came)  # type: ignore[no-untyped-call]

@@ -120,8 +120,8 @@ class Loans:
         if not self._has_told:
             self._has_told = True
             self.tell(
-                f"the frozen weight {weight.name} was used outside of its layer, and read from the store in "
-                f"{1000 * seconds:.1f} ms. Each such use of a frozen weight reads the weight again"
+                f"the frozen weight {weight.name} was used outside of its layer, so it was read from the "
+                f"store ({1000 * seconds:.1f} ms). Each use outside of the layer reads the weight again"
             )
 
 

@@ -109,7 +109,7 @@ def test_lines_that_were_changed_are_not_taken_out(tree: Path) -> None:
     path = tree / "megatron/training/arguments.py"
     path.write_text(path.read_text().replace("# tba-offload: ", "# mine: "))
     before = contents(tree)
-    with pytest.raises(PatchError, match="Remove them by hand"):
+    with pytest.raises(PatchError, match="Remove the blocks by hand that"):
         found.unpatch()
     assert contents(tree) == before
 
@@ -118,7 +118,7 @@ def test_lines_that_were_changed_are_not_taken_out(tree: Path) -> None:
     ("version", "message"),
     [
         (None, "is not a Megatron-LM checkout"),
-        (VERSION.format(0, 12), "is Megatron-LM 0.12.0, but there are patches for core_v0.16.1"),
+        (VERSION.format(0, 12), "is Megatron-LM 0.12.0, and patches exist only for core_v0.16.1"),
         ("", "is Megatron-LM ?.?.?"),
     ],
 )

@@ -273,7 +273,7 @@ class StoreContract:
             store.wait(transfer)
         assert isinstance(caught.value.__cause__, RuntimeError)
         assert used_bytes(store) == 0
-        assert store.take_outages() == []  # no drive is at fault
+        assert store.take_outages() == []  # No drive is at fault
 
     def test_threads_descriptors_and_directory_are_as_before(self, tmp_path: Path) -> None:
         before = descriptors()

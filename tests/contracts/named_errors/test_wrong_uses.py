@@ -68,12 +68,12 @@ POLICIES: dict[str, tuple[Any, str]] = {
     ),
     "a number": (
         3,
-        "the policy 3 has a wrong type. Pass a word such as 'fit', the path of a YAML file, a dict, or",
+        "the policy 3 has the wrong type. Pass a word such as 'fit', the path of a YAML file, a dict, or",
     ),
     "a misspelt key": ({"defautl": "keep"}, r"defautl: unknown key; did you mean 'default'\?"),
     "a misspelt placement": ({"default": "recompte"}, "default: must be .*; did you mean 'recompute'"),
     "a share of all": ({"default": "offload-100%"}, "default: must be .*; N is a whole number from 1 to 99"),
-    "fit in a policy": ({"default": "fit"}, "default: must be .*, not 'fit'; in a policy file, write auto"),
+    "fit in a policy": ({"default": "fit"}, "default: must be .*, not 'fit'; in a policy file, 'fit' is"),
     "YAML without a unit": (
         "store: {}\nbudget: {device_bytes: 12}",
         r"line 2: budget\.device_.* no unit; write",
@@ -84,7 +84,7 @@ POLICIES: dict[str, tuple[Any, str]] = {
     ),
     "a slice for a range": (
         rules("0:3"),
-        r"layers\[0\]\.match: malformed match '0:3': a range is written '0-3'",
+        r"layers\[0\]\.match: malformed match '0:3': write '0-3' for a range",
     ),
     "a range backwards": (rules("3-1"), r"layers\[0\]\.match: malformed match '3-1': .* write '1-3'"),
     "a layer too many": (rules("9"), r"the rule '9' matches no layer; the layers are 0-2 \(layers\.0"),
@@ -122,7 +122,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a layer of another model": (
         {"layers": [nn.Linear(2, 2)]},
         tba.UnsupportedError,
-        r"layer 0 \(Linear\) is not a module of the model",
+        r"layers\[0\] \(Linear\) is not a module of the model",
     ),
     "no layers to be found": (
         {"model": Odd()},

@@ -435,7 +435,7 @@ def test_a_forked_child_that_collects_a_store_leaves_the_device_alone(kind: str,
 def test_an_operation_that_fails_is_not_taken_for_a_drive_that_failed(store: str, tmp_path: Path) -> None:
     model = made()
     with tba.attach(model, config_for(in_flight=WINDOW, **place(store, tmp_path))) as session:
-        with pytest.raises(TransferError, match="no drive is at fault") as caught, session.step():
+        with pytest.raises(TransferError, match="No drive is at fault") as caught, session.step():
             loss = loss_on_lagging(model, 0)
             lagging.fail()
             loss_on_lagging(model, 1)

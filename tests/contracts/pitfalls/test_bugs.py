@@ -995,7 +995,7 @@ def test_a_copy_of_a_layer_runs_with_its_own_weights(way: Callable[[nn.Module], 
         twin._modules = {name: copy.deepcopy(each) for name, each in layer.named_children()}  # type: ignore[assignment]
         with torch.no_grad():
             twin.up.weight.mul_(2)  # type: ignore[union-attr,operator]
-        told = pytest.warns(UserWarning, match="copies of a layer")
+        told = pytest.warns(UserWarning, match="copies of layers")
         with session.step(), told:
             assert same_bits(twin(x), x + twin.down(torch.tanh(twin.up(x))))  # type: ignore[operator]
             assert not same_bits(twin(x), layer(x))

@@ -185,9 +185,7 @@ def test_states_on_drives_are_refused(tmp_path: Path) -> None:
     found, _ = pair()
     chosen = lanes(tmp_path, "host")
     chosen["store"] |= {"kind": "file", "directories": [str(tmp_path)]}
-    with pytest.raises(
-        UnsupportedError, match="needs states in host memory, but they are in a store of kind"
-    ):
+    with pytest.raises(UnsupportedError, match="optimizer states in host memory, but"):
         tba.offload_optimizer(found.optimizer, chosen)
 
 
@@ -196,5 +194,5 @@ def test_an_optimizer_of_others_is_refused(tmp_path: Path) -> None:
         pass
 
     found, _ = pair(lambda parameters: Own(parameters, lr=1e-3))
-    with pytest.raises(UnsupportedError, match=r"Own is not known to update parameters in host memory"):
+    with pytest.raises(UnsupportedError, match=r"only optimizers of torch.optim can run on the CPU"):
         tba.offload_optimizer(found.optimizer, lanes(tmp_path, trust=True))

@@ -239,7 +239,7 @@ def test_what_asks_for_a_gradient_is_an_error(ask: Act, tmp_path: Path) -> None:
     found, _ = pair("adamw")
     with offloaded(found, tmp_path):
         begun(found)
-        with pytest.raises(StatesAwayError, match=r"the gradient of \S+ is freed.* states.when to"):
+        with pytest.raises(StatesAwayError, match=r"the gradient of \S+ was freed.* states.when to"):
             ask(found)
 
 

@@ -211,7 +211,7 @@ def test_states_that_are_moved_to_another_parameter_are_not_lost_by_close(tmp_pa
     state, old, new = found.optimizer.state, found.model.layers[0].weight, found.model.unused
     state[new] = state.pop(old)
     for use in (states.close, found.optimizer.state_dict, lambda: states.read(new), lambda: found.step(2)):
-        with pytest.raises(StatesAwayError, match=r"state 'exp_avg' of .* Move the placeholder back"):
+        with pytest.raises(StatesAwayError, match=r"state 'exp_avg' of .* Assign the values instead"):
             use()
     state[old] = state.pop(new)
     states.close()
@@ -287,8 +287,8 @@ class Overriding(optim.AdamW):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Around, "Pass the optimizers of its attribute optim"),
-        (Overriding, "has settings for some parameters by position"),
+        (Around, "the optimizers in its attribute 'optim' make the updates"),
+        (Overriding, "has overrides for single parameters"),
         (lambda each: SimpleNamespace(optim_map={"weight": optim.SGD(each)}), "not a torch.optim.Optimizer"),
     ],
 )

@@ -129,7 +129,7 @@ def test_a_master_that_is_away_is_the_same_object_and_takes_gradients(away: Mixe
     assert master.numel() == parameter.numel()
     master.grad = torch.ones_like(master)
     assert master.grad.sum() == master.numel()
-    assert repr(master) == "<master of embed.weight, away: (301, 48), torch.float32>"
+    assert repr(master) == "<master copy of embed.weight, offloaded: (301, 48), torch.float32>"
     with pytest.raises(RuntimeError, match="the same size"):
         master.grad = torch.ones(3)
 
@@ -181,8 +181,10 @@ def test_masters_are_read_and_set_while_they_are_away(tmp_path: Path) -> None:
 def test_what_masters_do_not_go_together_with_is_refused(tmp_path: Path) -> None:
     training = Mixed("adam")
     settings = policy(tmp_path, states={"when": "backward"})
-    with pytest.raises(UnsupportedError, match="master copies get their gradients after backward"):
+    with pytest.raises(UnsupportedError, match="master copies, which get their gradients after backward"):
         tba.offload_optimizer(training.optimizer, settings, model=training.model, masters=training.masters)
     flat = {master: parameter.detach().flatten() for master, parameter in training.masters.items()}
-    with pytest.raises(UnsupportedError, match=r"a master has shape .* but its parameter has shape"):
+    with pytest.raises(
+        UnsupportedError, match=r"a master copy has shape .* but its model parameter has shape"
+    ):
         tba.offload_optimizer(training.optimizer, policy(tmp_path), masters=flat)

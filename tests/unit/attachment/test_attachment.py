@@ -103,9 +103,9 @@ def test_a_budget_above_the_limit_of_bytes_in_flight(placement: str, tmp_path: P
 
 
 def test_host_memory_saves_nothing_of_a_model_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    host, shm = "activations from host memory to host memory", "/dev/shm is in host memory"
+    host, shm = "keeps activations in host memory", "/dev/shm is in host memory"
     arguments: tuple[tuple[object, dict[str, str], str], ...] = (
-        ({"store": {"kind": "host"}}, {}, f"kind: host moves {host}"),
+        ({"store": {"kind": "host"}}, {}, f"kind: host {host}"),
         ({}, {"directories": "/dev/shm"}, f"{shm}; choose a directory on a drive"),
     )
     for config, given, message in arguments:

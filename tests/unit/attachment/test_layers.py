@@ -239,17 +239,17 @@ def test_named_layers_are_numbered_in_the_order_given() -> None:
     assert taken(sharing, list(sharing.children()))[0] == numbered("a", "b")
 
 
-NESTED = r"are the same or nested modules. Pass only one of both$"
+NESTED = r"are the same or nested modules. Pass only one of them$"
 REFUSED: dict[str, tuple[Callable[[Any], list[nn.Module]], str]] = {
     "of another model": (
         lambda model: [model.a, nn.Linear(4, 4)],
-        r"^layer 1 \(Linear\) is not a module of the model$",
+        r"^layers\[1\] \(Linear\) is not a module of the model$",
     ),
     "inside": (lambda model: [model.a, model.a.inner], rf"^layer 1 \(a.inner\) and layer 0 \(a\) {NESTED}"),
     "around": (lambda model: [model.a.inner, model.a], rf"^layer 1 \(a\) and layer 0 \(a.inner\) {NESTED}"),
     "a list": (
         lambda model: list(model.rows),
-        r"^layer 0 \(rows.0\) is a ModuleList, which is never called. Pass the modules inside this list$",
+        r"^layers\[0\] \(rows.0\) is a ModuleList, which is never called. Pass the modules inside this list$",
     ),
 }
 

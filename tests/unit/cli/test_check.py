@@ -37,14 +37,14 @@ def test_json_is_one_object_and_nothing_else(policy: Path) -> None:
             {"layers": "4-5", "placement": "keep", "why": "rule 'last 2' (line 5)"},
         ],
         "states": "offload, updated in backward",
-        "weights": "offload-25%, if frozen",
+        "weights": "offload-25% (frozen weights)",
         "not_judged": [],
         "warnings": [],
         "problems": [],
     }
     assert call("check", policy, "--layers", "6").stdout.splitlines()[-2:] == [
         "states: offload, updated in backward",
-        "weights: offload-25%, if frozen",
+        "weights: offload-25% (frozen weights)",
     ]
 
 

@@ -69,7 +69,7 @@ def test_doubts_about_a_directory_are_told() -> None:
     found = findings_of("/dev/shm")["directories"]["/dev/shm"]
     assert "tmpfs on" in found["location"]["words"]
     assert found["store"]["path"] == "buffered"
-    assert any("still take memory" in doubt for doubt in found["location"]["findings"])
+    assert any("still use memory" in doubt for doubt in found["location"]["findings"])
 
 
 @pytest.mark.usefixtures("cpu")

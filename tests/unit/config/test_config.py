@@ -66,7 +66,7 @@ def complaint(text: str, **options: object) -> str:
 NO_SIZES = """
 has no unit: 12 012 1.5
 has an unknown unit: 12G 12gib
-is less than one byte, or more than: 0.3B 99999999999TB
+is not between 1 and: 0.3B 99999999999TB
 is not a size: -1GiB nan GiB 1_000MB 1,5GB 1e3MB 12:30 \u0663GB 99999999999999999999999999999999999999999GiB
 """.strip().splitlines()
 
@@ -155,7 +155,7 @@ on_full: off => 1: on_full: must be 'keep' or 'error', not 'off'
 store:\n  kind: hots => 2: store.kind: must be 'auto', 'gds', 'file' or 'host', not 'hots'
 store: {capacity: 4095B} => 1: store.capacity: must be 4096 or more, not 4095
 store:\n  stall_seconds: soon => 2: store.stall_seconds: 'soon' is not a time; write seconds
-store: {directories: [/a, /b], capacity: 4KiB} => 1: store.capacity: must be 4096 or more for each of 2 dir
+store: {directories: [/a, /b], capacity: 4KiB} => 1: store.capacity: must be 4096 B or more for each of 2
 store:\n  readers: 0 => 2: store.readers: must be 1 or more, not 0
 layers: {match: 1} => 1: layers: must be a list, not {'match': '1'}
 default: keep\n\nlayers: => 3: layers: has no value; write a value, or remove the line to use the default
@@ -165,8 +165,8 @@ default: keep\n\ndefault: keep => 3: default: is given twice, first in line 1; r
 defautl: keep => 1: defautl: unknown key; did you mean 'default'? (the keys of this section are {TOP_KEYS})
 budget:\n  actvation_bytes: 1GiB => 2: budget.actvation_bytes: unknown key; did you mean 'activation_bytes'?
 layers: [{match: 3, placement: keep, line: 3}] => 1: layers[0].line: unknown key
-on_full: !!python/object/apply:os.getcwd [] => 1: on_full: the tag 'tag:yaml.org,2002:python/object/apply:os
-default: keep\n---\ndefault: keep => 2: cannot be read: expected a single document in the stream
+on_full: !!python/object/apply:os.getcwd [] => 1: on_full: the YAML tag 'tag:yaml.org,2002:python/object/apply
+default: keep\n---\ndefault: keep => 2: the YAML cannot be read: expected a single document in the stream
 store:\n  kind: host\n  host_capacity: 1GiB => 3: store.host_capacity: has no effect with kind: host
 store:\n  directories: [/a]\n  kind: host => 2: store.directories: has no effect with kind: host
 store: {order: [host, host]} => 1: store.order: must be [host, drive] or [drive, host], not ['host', 'host']
@@ -221,10 +221,10 @@ def test_rules_are_judged_by_the_layers_of_a_model() -> None:
 
 NO_EFFECT = r"""
 budget: {activation_bytes: 1GiB} => budget.activation_bytes
-default: keep\nbudget: {activation_bytes: 2TiB} => budget.activation_bytes: has no effect: no layer is
-default: keep\nbudget: {device_bytes: 2TiB} => budget.device_bytes: has no effect: no layer is
+default: keep\nbudget: {activation_bytes: 2TiB} => budget.activation_bytes: has no effect: no layer has
+default: keep\nbudget: {device_bytes: 2TiB} => budget.device_bytes: has no effect: no layer has
 default: recompute\nbudget: {activation_bytes: 2TiB} => budget.activation_bytes: has no effect: no layer
-default: recompute\nbudget: {device_bytes: 2TiB} => budget.device_bytes: has no effect: no layer is
+default: recompute\nbudget: {device_bytes: 2TiB} => budget.device_bytes: has no effect: no layer has
 budget: {objective: memory} => budget.objective
 store: {write_bytes_per_day: 1TB} => store.write_bytes_per_day
 budget: {activation_bytes: 1MiB} =>

@@ -76,7 +76,7 @@ def test_the_result_is_by_index_and_rules_are_judged_over_all_ranks() -> None:
     assert rules.resolve(stage, everywhere=decoder(8) * 2) == {0: RECOMPUTE, 1: RECOMPUTE}
     with pytest.raises(ConfigError, match="'0-1' matches no layer"):
         rules.resolve(stage)
-    with pytest.raises(ConfigError, match="'last 2' counts from the end of a stack whose depth is not known"):
+    with pytest.raises(ConfigError, match="'last 2' needs the number of layers, which is unknown"):
         rules.explain(LayerId(7, "layers.7"))
 
 

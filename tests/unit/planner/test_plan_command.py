@@ -128,7 +128,7 @@ def test_a_plan_for_a_device_has_what_the_run_left_on_it(tmp_path: Path, run_log
         ((path, "--device-bytes", "1MiB"), "no memory is left for activations: 1.00 MiB, minus"),
         ((path, *options, "--layers", "9"), "does not have the bytes on the device beside activations"),
         ((run_log, *options), "does not have the bytes on the device beside activations"),
-        ((path, *options, "--budget", "3MiB"), "--budget and --device-bytes both limit activations"),
+        ((path, *options, "--budget", "3MiB"), "--budget and --device-bytes cannot be combined"),
     ):
         failed = invoke_plan(*arguments)
         assert failed.exit_code != 0

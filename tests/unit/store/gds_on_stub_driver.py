@@ -118,7 +118,7 @@ def test_a_file_that_cufile_refuses_is_an_error_and_leaves_nothing(
         StoreError, match=r"GPUDirect Storage is not available in this directory: .*Use store\.kind: file"
     ) as caught:
         GdsStore(tmp_path, device=DEVICE)
-    assert f"error {HANDLE_REFUSED} of cuFile" in str(caught.value)
+    assert f"cuFile error {HANDLE_REFUSED}" in str(caught.value)
     assert str(tmp_path) in str(caught.value)
     assert descriptors() == before
     assert list(tmp_path.iterdir()) == []
@@ -163,7 +163,7 @@ def test_a_short_transfer_goes_on_until_nothing_moves(tmp_path: Path) -> None:
     [
         (EIO, StoreError, "Input/output error"),
         (ENOSPC, StoreFullError, "No space left on device"),
-        (GPU_MEMORY_NOT_TAKEN, StoreError, "error 5024 of cuFile"),
+        (GPU_MEMORY_NOT_TAKEN, StoreError, "cuFile error 5024"),
     ],
 )
 def test_what_cufile_says_reaches_the_waiter(

@@ -96,7 +96,7 @@ def test_a_planted_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.Monk
     link.parent.chmod(0o777)
     before = descriptors()
     for path in (link, tmp_path / "own"):
-        with pytest.raises(StoreError, match="another user put the link 'link'"):
+        with pytest.raises(StoreError, match="the link 'link' of another user"):
             open_store(kind="file", directories=[path], device=CPU)
     assert list((tmp_path / "elsewhere").iterdir()) == []
     assert descriptors() == before
@@ -118,7 +118,7 @@ def test_tmpfs_is_buffered_and_says_so(caplog: pytest.LogCaptureFixture) -> None
     with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
         with open_store(kind="file", directories=[path], device=CPU) as store:
             assert store.description["path"] == "buffered"
-    assert f"{path}: buffered I/O instead of direct I/O" in caplog.text
+    assert f"{path}: the store uses buffered I/O instead of direct I/O" in caplog.text
     assert "tmpfs is in memory" in caplog.text
 
 
@@ -153,5 +153,5 @@ def test_a_drive_without_room_is_full_and_the_file_is_as_long_as_before(file: Fi
 
 
 def test_open_store_explains_what_it_cannot_do(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="moves GPU memory; on a CPU use 'file'"):
+    with pytest.raises(UnsupportedError, match=r"needs a GPU. On a CPU, use 'file'"):
         open_store(kind="gds", directories=[tmp_path], device=CPU)

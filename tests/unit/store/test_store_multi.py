@@ -376,7 +376,7 @@ def test_open_store_leaves_nothing_open_when_a_directory_fails(tmp_path: Path) -
     made(tmp_path / "a")
     (tmp_path / "file").touch()
     before = descriptors()
-    with pytest.raises(StoreError, match="not a directory"):
+    with pytest.raises(StoreError, match="is a file"):
         open_store(directories=[tmp_path / "a", tmp_path / "file"], device=CPU)
     assert descriptors() == before
     assert io_threads() == []
