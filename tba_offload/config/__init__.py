@@ -96,9 +96,9 @@ class StoreConfig:
     is used."""
 
     order: values.Order | None = None
-    """Order in which host memory and drives are used, if host_capacity is set. ``[host, drive]`` fills host
-    memory first, so drives get only the rest. ``[drive, host]`` uses host memory only if the drives are full
-    or cannot write in time. By default ``[host, drive]``."""
+    """Order in which host memory and drives are used, if host_capacity is set. With ``[host, drive]``, drives
+    get the bytes that do not fit into host memory. With ``[drive, host]``, host memory gets bytes when the
+    drives are full or cannot write in time. By default ``[host, drive]``."""
 
     write_bytes_per_day: values.Limit = None
     """Upper limit of the activation bytes that one process writes to the drives in a day of training without

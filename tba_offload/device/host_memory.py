@@ -1,6 +1,6 @@
 """Host memory: pinned pages, and settings of malloc for freed memory.
 
-PyTorch rounds pinned memory up to a power of two and keeps it until the process ends. With
+PyTorch rounds the size of pinned memory up to a power of two, and frees no pinned memory. With
 ``pinned_use_cuda_host_register`` in ``PYTORCH_CUDA_ALLOC_CONF``, pinned memory has malloc's alignment, which
 direct I/O refuses. This module therefore maps and pins pages itself.
 """

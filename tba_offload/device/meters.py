@@ -244,8 +244,8 @@ class MallocMeter(MemoryMeter):
     def cut(self) -> int:
         """Take a sample, and return its live bytes.
 
-        Reading malloc's count releases the GIL, so another thread may create or free a gradient meanwhile.
-        This gradient is excluded too, because a sample that is too high would raise the peak.
+        Reading malloc's count releases the GIL, so another thread may create or free a gradient at this
+        time. This gradient is excluded too, because a sample that is too high would raise the peak.
         """
         with self._lock:  # otherwise a sample from before a reset could be added after the reset
             static, began = self._static(), time.thread_time()

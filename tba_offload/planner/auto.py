@@ -10,8 +10,8 @@ TRY alternates between the best plan and the best uniform plan. In a uniform pla
 kept have the same placement. The plan with the faster measured steps wins.
 If the measured times predict that a third plan is faster, the third plan races once against the winner.
 
-HOLD keeps the winning plan. The controller makes a new plan if the times of three consecutive steps have
-changed by 10%, or if a rate of the store has changed by a third.
+HOLD keeps the winning plan. The controller makes a new plan after three consecutive steps whose times have
+changed by 10%. A change of a store rate by a third also causes a new plan.
 
 After a step that is larger than all earlier steps, the controller returns to LEARN. After a step over the
 budget, the controller makes a new plan with a smaller budget.

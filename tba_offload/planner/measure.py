@@ -428,8 +428,8 @@ class Rates:
     def note(self, loads: Sequence[DriveLoad], *, fell_back: bool) -> None:
         """Add the transfers of a step.
 
-        Pass ``fell_back=True`` if activations stayed in memory because the store was full, failing or too
-        slow, or because the policy keeps all layers.
+        Pass ``fell_back=True`` if the store was full, failed or was too slow, so that activations stayed in
+        memory. Also pass True if the policy keeps all layers.
         """
         self._fell_back |= fell_back
         self._order = [load.tier for load in loads]

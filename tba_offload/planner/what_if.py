@@ -155,8 +155,8 @@ class Situation:
     def case(self, budget: int | None) -> Case:
         """Return the solver input for a budget in bytes, with all layers ``auto``.
 
-        Without a budget, the solver looks for the lowest peak under two conditions: training never waits for
-        I/O, and a step takes no longer than with placement ``keep``.
+        Without a budget, the solver looks for the lowest peak at which training never waits for I/O. A step
+        may take no longer than with placement ``keep``.
         """
         limits = Limits(budget, self.config.budget.window(), self.config.store.write_bytes_per_day)
         objective = Objective.MEMORY if budget is None else Objective.TIME

@@ -193,7 +193,7 @@ class StepRecord:
         held_bytes: Bytes that were written although another reference kept the tensor in memory, so nothing
             was freed.
         fallback_kept_bytes: Bytes of offloaded layers that were kept in memory, because the store was full,
-            or because a drive failed or was too slow.
+            failed or was too slow.
         checksum_seconds: CPU time that I/O threads spent on checksums since the end of the last step; 0 if a
             GPU computes the checksums.
         drives_out_of_service: Number of drives that accept no writes at the end of the step, because a
@@ -340,8 +340,8 @@ def read_run_log(path: str | os.PathLike[str]) -> RunLog:
     The reader ignores an incomplete last line.
 
     Raises:
-        RunLogError: The file cannot be read, is not a run log, or has another schema, a damaged line or a
-            second header. The message names the file and the line.
+        RunLogError: The file cannot be read or is not a run log. The log has another schema number, a damaged
+            line or a second header. The message names the file and the line.
     """
     path = Path(path)
     try:

@@ -3,15 +3,14 @@
 The path of a transfer depends on the machine. With the nvidia-fs driver or with PCIe peer-to-peer, bytes move
 directly between GPU and drive. On other machines, cuFile copies the bytes through host memory.
 :attr:`GdsStore.path` is the name of the path. If cuFile does not accept the file, opening the store raises an
-error. kvikio could then use its own copy through host memory, but
-:class:`tba_offload.store.file.FileStore` is faster.
+error, because :class:`tba_offload.store.file.FileStore` is faster than kvikio's copy through host memory.
 
 Transfers call cuFile directly, because these calls wait for no CUDA stream. Before a transfer, the I/O thread
-waits for the kernel that computes the bytes. kvikio's ``pread``, ``pwrite``, ``raw_read`` and ``raw_write``
-wait for all work on CUDA's default stream, which PyTorch uses by default. kvikio's ``raw_read_async`` and
-``raw_write_async`` also wait for the default stream unless cuFile has a configuration file. These two
-functions also copy with kernels, which take multiprocessors from training. kvikio is used only to find the
-cuFile library, and to check that the machine meets the requirements of cuFile.
+waits for the kernel that computes the bytes. In kvikio, ``pread``, ``pwrite``, ``raw_read`` and ``raw_write``
+wait for all work on CUDA's default stream, which PyTorch uses by default. The functions ``raw_read_async``
+and ``raw_write_async`` also wait for the default stream unless cuFile has a configuration file. These two
+functions also copy with kernels, which take multiprocessors from training. The package uses kvikio only to
+find the cuFile library, and to check that the machine meets the requirements of cuFile.
 
 No memory is registered with cuFile. Registration makes transfers faster only if the same buffer is used many
 times, but PyTorch's caching allocator gives each tensor another address.

@@ -52,7 +52,8 @@ def fallocate(fd: int, offset: int, nbytes: int) -> None:
 
     If the range ends after the end of the file, the file grows. The contents of the file do not change.
 
-    ``os.posix_fallocate`` is not used. On file systems that cannot allocate blocks, it writes zeros instead.
+    ``os.posix_fallocate`` is not used, because this function writes zeros on file systems that cannot
+    allocate blocks.
 
     Raises:
         OSError: The call failed. ``EOPNOTSUPP`` means that the file system does not support the call.

@@ -255,7 +255,7 @@ class Offloader:
         """Read bytes that were not prefetched. The in-flight window does not limit this read.
 
         Raises:
-            TransferError: The bytes are neither in memory nor in the store, or could not be read.
+            TransferError: The bytes could not be read, or exist neither in memory nor in the store.
         """
         ref = saved.ref
         if ref.write is not None:  # the write ended a moment ago

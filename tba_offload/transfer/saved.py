@@ -145,7 +145,8 @@ class SavedRef(weakref.ref["SavedStorage"]):
     """Weak reference to a :class:`SavedStorage`, with the data that is needed after the object is freed.
 
     The callback of the reference is a C function that appends to a queue. The callback may run while any lock
-    is held, so it must not take a lock. An interrupt can abort a Python function, but not a C function.
+    is held, so the callback must not take a lock. An interrupt can abort a Python function, but not a C
+    function.
 
     Attributes:
         key: The key of the saved storage.
