@@ -34,6 +34,7 @@ import tempfile
 import time
 import warnings
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,14 +61,14 @@ from tba_offload.report import rok
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
-from around import put_around
+from around import put_around, taking_time
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from torch import Tensor, nn
 
-    from tba_offload.store.base import Extent, Moved
+    from tba_offload.store.base import Moved
 
     Figures = dict[str, Any]
 
@@ -189,14 +190,6 @@ class ContextRunner:
         if self._device.runs_behind:
             torch.accelerator.synchronize()
         return time.perf_counter()
-
-
-@contextlib.contextmanager
-def taking_time(rate: float, _: str, extent: Extent) -> Iterator[None]:
-    """Take the time of a transfer at a rate."""
-    began = time.perf_counter()
-    yield
-    time.sleep(max(extent.nbytes / rate - (time.perf_counter() - began), 0.0))
 
 
 def chunked_loss(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -341,11 +334,6 @@ def show_rows(rows: Sequence[Figures], title: str) -> None:
     show(list(columns), [[text(row) for text in columns.values()] for row in rows], title)
 
 
-def alike(one: Figures, other: Figures, *keys: str) -> bool:
-    """Return True if two rows are of one lane and have the same values."""
-    return "rate" not in one | other and all(one[key] == other[key] for key in keys)
-
-
 def lines_of(rows: Sequence[Figures]) -> dict[str, list[Figures]]:
     """Return the rows of each model and lane by context, without those of drives held to rates."""
     found: dict[str, list[Figures]] = {}
@@ -359,9 +347,10 @@ def lines_of(rows: Sequence[Figures]) -> dict[str, list[Figures]]:
 
 def show_growth(rows: Sequence[Figures], memory: int) -> None:
     """Print how peaks grow with depth, and the longest contexts by the lines through two peaks."""
+    same = itemgetter("name", "dtype", "context")
     for name, line in lines_of(rows).items():
         for row in line:
-            like = [each for each in rows if alike(each, row, "name", "dtype", "context")]
+            like = [each for each in rows if same(each) == same(row)]
             least = min(like, key=lambda row: row["layers"])
             if row is not least:
                 ratio = row["peak"] / least["peak"]

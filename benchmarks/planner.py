@@ -23,9 +23,8 @@ import json
 import statistics
 import sys
 import tempfile
-import threading
-import time
 from collections import Counter
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,14 +41,12 @@ from tba_offload.device.host_memory import keep_freed_pages
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
-from around import put_around
+from around import put_around, taking_time
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
-
-    from tba_offload.store.base import Extent
 
     Figures = dict[str, Any]
 
@@ -114,20 +111,14 @@ class PlanRunner:
         for parameter in self._model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self._optimizer = torch.optim.Adam(self._model.parameters(), lr=3e-4, fused=True)
-        self._batch_size, self._rate, self._count = batch_size, rate, 0
+        self._batch_size, self._count = batch_size, 0
+        if rate is not None:
+            config = config | {"store": config["store"] | {"readers": 1, "writers": 1}}
         session = tba.attach(self._model, config, measure_memory=False)
         self._session = self._stack.enter_context(session)
-        self._turns = {"write": threading.Lock(), "read": threading.Lock()}
-        put_around(self._session.store, self._taking_time)
+        if rate is not None:
+            put_around(self._session.store, partial(taking_time, rate))
         self.close = self._stack.close
-
-    @contextlib.contextmanager
-    def _taking_time(self, direction: str, extent: Extent) -> Iterator[None]:
-        with self._turns[direction]:
-            began = time.perf_counter()
-            yield
-            if self._rate is not None:
-                time.sleep(max(extent.nbytes / self._rate - (time.perf_counter() - began), 0.0))
 
     def step(self) -> Figures:
         """Do one step; return its time, loss, peak if it was measured, stall, plan and prediction."""

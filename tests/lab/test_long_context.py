@@ -6,22 +6,17 @@ import json
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from around import put_around
+from around import put_around, taking_time
 from harness import MIB
 from torch import nn
 
 import tba_offload as tba
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tba_offload.store.base import Extent
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS, CONTEXT, WIDTH, HEAD = 3, 256, 512, 128
@@ -79,15 +74,10 @@ def waits(directory: Path, share: float, **store: Any) -> float:
     """Waits of a step on a drive with a share of the rate that the inputs of layers need."""
     model, rate = nn.Sequential(*(Sleeper() for _ in range(DEPTH))), share * INPUT / SECONDS
 
-    @contextmanager
-    def held_to_the_rate(_: str, extent: Extent) -> Iterator[None]:
-        yield
-        time.sleep(extent.nbytes / rate)
-
     policy = {"default": "recompute-offload", "budget": {"in_flight_bytes": 3 * INPUT}}
     where = {"kind": "file", "directories": [directory], "readers": 1, "writers": 1, **store}
     with tba.attach(model, policy | {"store": where}, layers=list(model), measure_memory=False) as session:
-        put_around(session.store, held_to_the_rate, tier="drive")
+        put_around(session.store, partial(taking_time, rate), tier="drive")
         for _ in range(3):
             with session.step():
                 model(torch.ones(INPUT // 4, requires_grad=True) * 1).sum().backward()

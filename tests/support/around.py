@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from tba_offload.device import ByteRange
@@ -23,6 +25,14 @@ def put_around(store: MultiStore, around: Around, *, tier: str | None = None) ->
     for place in store._places:
         if tier in {None, place.store.tier}:
             _surround(place.store, around)
+
+
+@contextmanager
+def taking_time(rate: float, _: str, extent: Extent) -> Iterator[None]:
+    """Takes the time of a transfer at a rate in bytes a second."""
+    began = time.perf_counter()
+    yield
+    time.sleep(max(extent.nbytes / rate - (time.perf_counter() - began), 0.0))
 
 
 def _surround(store: Store, around: Around) -> None:
