@@ -66,9 +66,10 @@ def mapped_memory(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
         status = runtime.cudaHostRegister(address, nbytes, PORTABLE)
         if int(status):
             # The next launch of a kernel reports the error again, unless the error is read before. PyTorch
-            # reads errors of its own calls, but not of cudaHostRegister.
+            # reads errors of its own calls, but not of cudaHostRegister. This library of PyTorch depends on
+            # the CUDA runtime that PyTorch calls.
             name = "hipGetLastError" if torch.version.hip else "cudaGetLastError"
-            getattr(ctypes.CDLL(None), name, int)()
+            getattr(ctypes.CDLL("libtorch_python.so"), name, int)()
             what = f"CUDA cannot pin {nbytes} bytes: {runtime.cudaGetErrorString(status)}"
             error: Any = torch.AcceleratorError(what)
             error.error_code = int(status)

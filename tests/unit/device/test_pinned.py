@@ -103,12 +103,13 @@ LAST_ERROR = "int last = 2; int cudaGetLastError(void) { int found = last; last 
 
 
 def test_the_error_of_refused_pinning_is_read_so_that_no_kernel_reports_it(
-    runtime: Runtime, tmp_path: Path
+    runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A build of PyTorch for CUDA has the runtime's symbols in its global library."""
+    """A build of PyTorch for CUDA depends on the library with this function."""
     command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(tmp_path / "libcudart.so")]
     subprocess.run(command, input=LAST_ERROR, text=True, check=True)
-    library = ctypes.CDLL(str(tmp_path / "libcudart.so"), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(tmp_path / "libcudart.so"))
+    monkeypatch.setattr(ctypes, "CDLL", {"libtorch_python.so": library}.__getitem__)
     runtime.status = 2
     with pytest.warns(RuntimeWarning, match="cannot be pinned"):
         Accelerator("cuda:0").host_memory(BLOCK)
