@@ -17,6 +17,7 @@ from tba_offload.layers.find import Layer, LayerStack, State, Switch, chunks_of,
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from torch import Tensor, nn
 
@@ -66,17 +67,23 @@ def find_stack(
     layers = tuple(replace(layer, id=short) for layer, short in zip(found, ids, strict=True))
     modules = [module for chunk in chunks_of(model) for module in chunk.modules()]
     lists = [each for each in modules if isinstance(getattr(each, "layers", None), ModuleList)]
-    switches = partial(_switches, [each for each in lists if hasattr(getattr(each, "config", 0), "fp8")])
+    own_layers = {layer.module for layer in layers}
+    blocks = [each for each in lists if hasattr(getattr(each, "config", 0), "fp8")]
+    switches = partial(_switches, {block: own_layers & set(block.modules()) for block in blocks})
     checkpointed = [each.id for each in layers if any(each.module in on.layers for on in switches())]
     elsewhere = frozenset(() if gather is None else gather(checkpointed)) - set(checkpointed)
     return LayerStack(layers, current_microbatch, _states, switches, elsewhere)
 
 
-def _switches(blocks: Sequence[Any]) -> Iterator[Switch]:
-    """Yield the configurations by which blocks recompute whole layers, and these layers.
+def _switches(blocks: Mapping[Any, AbstractSet[nn.Module]]) -> Iterator[Switch]:
+    """Yield a switch for each configuration under which Megatron recomputes whole layers.
 
     Megatron itself recomputes layers whose inputs are distributed over ranks, and layers in which a second
     run changes FP8 scales.
+
+    Args:
+        blocks: The blocks of layers, each with the attached layers in it. They are found only once, because a
+            walk through all modules takes time in each step.
     """
     name = "recompute_granularity"
     for config in {id(block.config): block.config for block in blocks}.values():
@@ -86,8 +93,9 @@ def _switches(blocks: Sequence[Any]) -> Iterator[Switch]:
         own = [block for block in blocks if block.config is config]
         is_by_block, count = config.recompute_method == "block", config.recompute_num_layers
         kept = {layer for block in own for layer in block.layers[count:] if is_by_block}
-        inside = {module for block in own for module in block.modules()}
-        yield Switch(name, config, name, inside - kept, _checkpoint)
+        yield Switch(
+            name, config, name, {each for block in own for each in blocks[block]} - kept, _checkpoint
+        )
 
 
 def _checkpoint(run: Callable[..., object], *args: object) -> object:
