@@ -93,9 +93,7 @@ def _switches(blocks: Mapping[Any, AbstractSet[nn.Module]]) -> Iterator[Switch]:
         own = [block for block in blocks if block.config is config]
         is_by_block, count = config.recompute_method == "block", config.recompute_num_layers
         kept = {layer for block in own for layer in block.layers[count:] if is_by_block}
-        yield Switch(
-            name, config, name, {each for block in own for each in blocks[block]} - kept, _checkpoint
-        )
+        yield Switch(name, config, name, {each for one in own for each in blocks[one]} - kept, _checkpoint)
 
 
 def _checkpoint(run: Callable[..., object], *args: object) -> object:
