@@ -65,7 +65,7 @@ OFF, OFF_STEPS, OTHER_RATE = 0.1, 3, 1 / 3
 """Thresholds for a new plan: relative change of step times, number of consecutive steps with this change, and
 relative change of a store rate."""
 
-ROOM_CHANGED = "the limits of the plan have changed"
+ROOM_CHANGED = "the memory for activations has changed"
 
 WORTH_IT = 0.02
 """Smallest relative gain for which a new plan replaces the current plan. The planner ignores I/O waits that
@@ -299,7 +299,7 @@ class Controller:
         if self.state is State.LEARN:
             if self._since < LEARNING:
                 return self._next_lesson()
-            return self._start_race("the first steps were measured")
+            return self._start_race("the first steps have been measured")
         if not self.sizes.is_largest:
             return seen.plan
         return self._after_try(seen) if self.state is State.TRY else self._after_hold(seen)
@@ -449,7 +449,7 @@ class Controller:
         winner = min(raced, key=raced.__getitem__, default=first)
         if winner != first and first in raced:
             better, worse = significant(raced[winner]), significant(raced[first])
-            self._why = f"the plan was faster than another plan ({better} s instead of {worse} s)"
+            self._why = f"this plan took {better} s a step, and another plan took {worse} s"
         if self.profile is not None and winner in self._headrooms:
             self.profile = replace(self.profile, headroom=self._headrooms[winner])
         case = self._case()
@@ -505,7 +505,7 @@ class Controller:
         moved = was is not None and case.bandwidth.differs_from(was, OTHER_RATE)
         if not (moved or self._limits_changed or self._off >= OFF_STEPS):
             return seen.plan
-        why = "the times of three consecutive steps have changed"
+        why = "three consecutive steps were faster or slower than before"
         if self._limits_changed or moved:
             why = f"the store rates are now {case.bandwidth} instead of {was}" if moved else ROOM_CHANGED
         self._off, self._usual, self._limits_changed = 0, [], False

@@ -39,7 +39,7 @@ def reason(case: Case) -> str:
     """Return the reason for a plan as text: the available memory and the rate of the store."""
     keep = f"Keeping all layers needs {readable_size(case.keep.activation_peak)}"
     if case.objective is Objective.MEMORY:
-        return f"{keep}. The plan has the lowest peak without a longer step. {_store(case)}"
+        return f"{keep}. The plan has the lowest peak that makes no step longer. {_store(case)}"
     budget = case.limits.budget
     if budget is None:
         return f"{keep}, and no limit is set"
@@ -77,7 +77,7 @@ def written_a_day(case: Case, plan: Plan) -> str | None:
 def over_writes(case: Case, plan: Plan) -> str:
     """Return the warning that every plan exceeds ``store.write_bytes_per_day``."""
     allowed, written = readable_size(case.limits.written_per_day or 0), written_a_day(case, plan)
-    what = f"store.write_bytes_per_day of {allowed} cannot be met: even the best plan {written}"
+    what = f"store.write_bytes_per_day of {allowed} cannot be met: the plan that writes least {written}"
     return f"{what}. Raise the limit, or offload fewer layers"
 
 
@@ -86,7 +86,7 @@ def over_budget(limits: Limits, plan: Plan, case: Case) -> str:
     profile, found = case.profile, case.played(plan)
     left, setting = "", "budget.activation_bytes"
     if limits.device is not None:
-        left = f" that the device has left ({limits.device})"
+        left = f", which the device has left ({limits.device}),"
         setting = "budget.device_bytes" if limits.budget == limits.device.budget else setting
     gradients = " together with gradients" if profile.gradient_bytes else ""
     beside = max(profile.loss_bytes, *(max(kind.beside or (0,)) for kind in profile.kinds)) + profile.headroom

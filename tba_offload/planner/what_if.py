@@ -86,8 +86,8 @@ class Situation:
         event: Any = next((each for each in reversed(log.others) if each["event"] == PLAN), None)
         if event is None:
             raise RunLogError(
-                f"{log.path}: the run log has no plan. Log at least three steps. All layers must be "
-                "'keep', or 'offload' and 'auto' layers must save more bytes than budget.in_flight_bytes"
+                f"{log.path}: the run log has no plan. Log at least three steps, in which all layers are "
+                "'keep', or in which 'offload' and 'auto' layers save more than budget.in_flight_bytes"
             )
         config = OffloadConfig.from_yaml(log.header.policy or "")
         in_backward = config.states is not None and config.states.when == "backward"
@@ -145,11 +145,11 @@ class Situation:
         """
         if self.beside is None:
             raise ConfigError(
-                "the run log does not have the bytes on the device beside activations. Pass --budget instead"
+                "the run log has no size of weights and other memory on the device. Pass --budget instead"
             )
         device = DeviceShare(device_bytes, *self.beside)
         if device.left <= 0:
-            raise ConfigError(f"no memory is left for activations: {device}. Pass a larger device")
+            raise ConfigError(f"no memory is left for activations: {device}. Raise --device-bytes")
         return device
 
     def case(self, budget: int | None) -> Case:

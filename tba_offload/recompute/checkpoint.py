@@ -88,7 +88,7 @@ class RecomputedLayer:
         output = torch_checkpoint.checkpoint(execution, *execution.tensors, **_SETTINGS)
         if execution.errors:  # no variable for the error, because its frames refer to this frame
             if "saved tensor hooks" in str(execution.errors[0]):
-                reason = f"it forbids saved-tensor hooks ({execution.errors[0]})"
+                reason = f"its forward forbids saved-tensor hooks ({execution.errors[0]})"
                 execution.errors[0] = cannot(self.name, reason, UnsupportedError)
             if execution.is_undone():
                 return self._site.run_plainly(forward, *given)
@@ -142,7 +142,7 @@ class RecomputedLayer:
         if fault is None or self.has_failed:
             return
         self.verifier.failed.add(type(self.module))
-        sentence = f"{self.name} and other layers of its class are not recomputed by the planner: {fault}"
+        sentence = f"the planner does not recompute {self.name} and other layers of its class: {fault}"
         if OTHER in str(fault):
             warn(sentence, RuntimeWarning)  # the trial may have changed the state of the program
         else:
@@ -391,8 +391,8 @@ class Trial(_Execution):
     def _note(self, differs: torch.Tensor) -> None:
         if differs.item():
             cause = (
-                f"{OTHER}. If its forward changes a counter or a global variable, this trial has changed the "
-                "variable once more than training without offloading does"
+                f"{OTHER}. If its forward changes a counter or a global variable, this second run has "
+                "changed the variable once more than training without offloading does"
             )
             raise cannot(self._layer.name, cause)
 

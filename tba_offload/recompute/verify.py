@@ -49,9 +49,9 @@ def other_numbers(layer: str) -> TbaError:
     return cannot(
         layer,
         f"{OTHER}. The layer depends on state that changed between the two runs, such as a counter, a global "
-        "variable or a random generator of its own. With states.when 'backward', this state may also be the "
-        "weight of a later layer: set states.when to 'step'. Do not use the gradients of this step. With "
-        "states.when 'backward', the layers after this layer are already updated: load a checkpoint",
+        "variable or a random generator of its own. Do not use the gradients of this step. With states.when "
+        "'backward', later layers are already updated: load a checkpoint. If the layer uses the weight of a "
+        "later layer, set states.when to 'step'",
     )
 
 
@@ -93,7 +93,7 @@ class Verifier:
         if kind not in self._left:
             self._left.add(kind)
             cause = str(fault).partition(". ")[0]  # without the remedy
-            self.report(f"{cause}. The framework's checkpointing runs this layer, and others like it")
+            self.report(f"{cause}. The framework's own checkpointing recomputes layers of this class instead")
 
     def add(self, name: str, differs: torch.Tensor, leave: Callable[[TbaError], bool] | None = None) -> None:
         """Add the result of a comparison.

@@ -358,10 +358,10 @@ def read_run_log(path: str | os.PathLike[str]) -> RunLog:
             raise RunLogError(f"{path}:{number}: {error}") from None
     header, *others = found or [{}]
     if not isinstance(header, RunHeader):
-        what = "the first line is not the header of a run" if header else "the file has no complete line"
-        raise RunLogError(f"{path}: the file is not a run log: {what}. Pass a run log")
+        what = "the first line has no run header" if header else "the file has no complete line"
+        raise RunLogError(f"{path}: the file is not a run log: {what}. Pass another file")
     if any(isinstance(each, RunHeader) for each in others):
-        raise RunLogError(f"{path}: the file has two headers, so it has two run logs. Split the file")
+        raise RunLogError(f"{path}: the file has two run headers. Write each run log to its own file")
     return RunLog(
         header=header,
         steps=tuple(each for each in others if isinstance(each, StepRecord)),
@@ -376,7 +376,7 @@ def _parsed(line: bytes) -> RunHeader | StepRecord | Json:
     except ValueError:
         event = None
     if not isinstance(event, dict) or not isinstance(kind := event.get("event"), str):
-        raise RunLogError('the line is not JSON with an "event". Remove the line')
+        raise RunLogError('the line is not a JSON object with an "event". Remove the line')
     if kind == RunHeader.EVENT and event.get("schema") != SCHEMA:
         found = f"the log has schema {event.get('schema')!r}, and this version reads schema {SCHEMA}"
         raise RunLogError(f"{found}. Read the log with the version of tba-offload that wrote the log")

@@ -69,7 +69,7 @@ def merged(logs: Sequence[RunLog]) -> RunLog:
     missing = next((rank for rank in range(count) if rank not in ranks), None)
     if missing is not None or len(logs) > count:
         what = "one rank has two logs" if missing is None else f"the log of rank {missing} is missing"
-        raise RunLogError(f"{first.path}: a run of {count} ranks needs {count} logs: {what}")
+        raise RunLogError(f"{first.path}: a run of {count} ranks needs {count} logs, but {what}")
     if not others:
         return first
     by_number = [{step.step: step for step in log.steps} for log in (first, *others)]

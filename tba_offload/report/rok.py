@@ -127,7 +127,7 @@ def points_of(logs: Sequence[RunLog], *, memory: Memory = "activations") -> list
         what = f"{', '.join(str(log.path) for log in empty)}: the run has no step after the warm-up"
         if len(empty) == len(logs):
             raise RunLogError(f"{what}. Train more steps")
-        log_warning(__name__, "%s, so it gives no point. Train more steps", what)
+        log_warning(__name__, "%s, so the curve has no point for it. Train more steps", what)
         return points_of([log for log in logs if log not in empty], memory=memory)
     for unit, work in _WORK.items():
         if all(getattr(step, work) for steps in counted for step in steps):
@@ -135,7 +135,7 @@ def points_of(logs: Sequence[RunLog], *, memory: Memory = "activations") -> list
             pairs = zip(logs, counted, strict=True)
             return [_point(*each, memory, unit, sequence_varies=varies) for each in pairs]
     raise RunLogError(
-        f"{', '.join(str(log.path) for log in logs)}: no unit of throughput is known for every step. Pass "
+        f"{', '.join(str(log.path) for log in logs)}: these logs have no common unit of throughput. Pass "
         "tokens= or model_flops= to session.step() in each run, or compare these runs separately."
     )
 
@@ -222,7 +222,7 @@ def table(points: Sequence[RokPoint]) -> Table:
     sources = " / ".join(dict.fromkeys(each.peak_source or "not stated" for each in points))
     caption = (
         f"Peak: largest peak of the counted steps, measured by {sources}. Step: median time with the update. "
-        "Throughput: FLOPs or tokens divided by the median time, without recomputation."
+        "Throughput: FLOPs or tokens divided by the median time. FLOPs of recomputation do not count."
     )
     return Table(list(columns), rows, right=columns.keys() - {"Strategy", "Run"}, caption=caption)
 

@@ -203,7 +203,7 @@ _BINS, _MOST_POINTS = 120, 400
 _PARTS: dict[str, tuple[str, Callable[[Moment], int]]] = {
     "being written": (COLOURS[1], lambda point: max(point.in_flight - point.read_ahead, 0)),
     "prefetched": (COLOURS[2], lambda point: point.read_ahead),
-    "in use, or refused by a drive": (COLOURS[4], lambda point: point.settled),
+    "used by backward, or refused by a drive": (COLOURS[4], lambda point: point.settled),
     "kept by layers": (COLOURS[3], lambda point: point.left),
 }
 """Known parts of live bytes with colours, from bottom to top of the stack."""

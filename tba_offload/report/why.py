@@ -30,13 +30,13 @@ HOLDERS = {
     "parameters": "parameters and buffers of the model",
     "states": "optimizer states",
     "gradients": "gradients",
-    "others": "other memory that outlives steps, for example other models",
+    "others": "other memory in use between steps, for example other models",
     "kept": "activations that layers keep in memory",
     "in_flight": "activations in flight (being written or prefetched)",
     "settled": "activations in use by backward, or refused by a drive",
     "small": "small activations, and activations with other references",
     "inputs": "inputs of recomputed layers",
-    "outputs": "memory that offloaded layers left allocated",
+    "outputs": "memory that offloaded layers did not free",
     "put_out": "outputs of the model",
     "beside": "memory allocated before, between or after layers",
     "running": "working memory",
@@ -51,7 +51,7 @@ _PHASES = {
     "embeddings": ("outside", "modules before {}, in forward or backward", "embeddings and their gradients"),
     "between": ("after backward", "the time after a backward", "gradient clipping, or another backward"),
     "update": ("update", "the optimizer's update", "working memory of the optimizer"),
-    "step": ("step", "a phase that the log does not record", "unknown to the offloader"),
+    "step": ("step", "a phase that the log does not record", "not recorded"),
 }
 """Name and description of each phase, and the name of working memory in this phase."""
 
@@ -230,7 +230,9 @@ class Diagnosis:
         """Return sentences about the most effective change and further changes."""
         peak = self.peak.nbytes
         if self.memory is None:
-            return ["Memory holders were not measured. Use attach(..., measure_memory=True) for two steps."]
+            return [
+                "The uses of memory were not measured. Set attach(..., measure_memory=True) for two steps."
+            ]
         if not self.findings:
             return ["No single change would lower the peak noticeably."]
         first, *others = self.findings
@@ -355,7 +357,7 @@ def _kept_by_the_program(seen: Diagnosis, _: MemoryEvent) -> Iterator[Cause]:
     grown = [after - before - made for (before, after), made in zip(pairwise(bases), born, strict=False)]
     each = int(statistics.median(grown)) if len(grown) > 1 else 0
     if each > _WORTH * _peak_of(seen.step):
-        what = f"memory that outlives steps grows by {readable_size(each)} a step: the program keeps tensors"
+        what = f"memory in use between steps grows by {readable_size(each)} a step: the program keeps tensors"
         change = "keep losses and outputs without their graph (loss.item(), loss.detach(), no retain_graph)"
         yield "graphs of earlier steps", bases[-1] - bases[0], what, change
 
@@ -422,7 +424,7 @@ def _outside(seen: Diagnosis, memory: MemoryEvent) -> Iterator[Cause]:
 
     blocks = f"{memory.left_out} trained blocks"
     who = blocks if memory.left_out else "modules, for example embeddings or an encoder,"
-    what = f"{who} are not attached layers, and keep about {readable_size(nbytes)}"
+    what = f"{who} are not attached layers, and save about {readable_size(nbytes)}"
     change = "attach these modules as layers: attach(model, policy, layers=[...])"
     yield "outside the layers", beside, what, change
     made = seen.most("running", "embeddings") + seen.most("beside", "embeddings")

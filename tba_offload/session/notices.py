@@ -26,31 +26,31 @@ if TYPE_CHECKING:
     from tba_offload.session.session import Session
 
 _MESSAGES = {
-    "backward outside": "backward runs outside of the step of its forward. Gradients are correct, but the "
-    "figures of the step exclude this backward. Put forward and backward into one `with session.step():`",
+    "backward outside": "backward runs after the step of its forward has ended. Gradients are correct, but "
+    "the step's record excludes this backward. Put forward and backward into one `with session.step():`",
     "cache": "the model fills a key-value cache during training. The cache keeps tensors of all "
     "layers in memory. Switch the cache off: use_cache=False, as an argument of the model or in its config",
-    "left alone": "{} runs inside saved-tensor hooks or a transform of the program (checkpoint, save_on_cpu, "
-    "torch.func), or only within a backward pass (a reentrant checkpoint, a loss that caches gradients). "
-    "The program then decides what the layer keeps in memory, and the placement has no effect",
+    "left alone": "the placement of {} has no effect, because the layer runs inside saved-tensor hooks or a "
+    "transform of the program (checkpoint, save_on_cpu, torch.func), or only within a backward pass (a "
+    "reentrant checkpoint, a loss that caches gradients)",
     "all frozen": "the model runs with gradients enabled, but none of its parameters requires gradients, so "
     "its layers save no activations. Set requires_grad=True for the parameters to train",
-    "no layer": "no activation is offloaded or recomputed: {}, although the model was trained. Close the "
-    "session, and attach the layers that train: attach(model, config, layers=[...])",
+    "no layer": "the model was trained, but no activation is offloaded or recomputed: {}. Close the session, "
+    "and attach the layers that train: attach(model, config, layers=[...])",
     "no update": "backward made gradients {} times, but no optimizer updated the model's parameters. Call "
     "optimizer.step(). If a gradient scaler skipped the updates, ignore this warning. If the program updates "
-    "copies of the parameters, put each step and its update into one `with session.step():`",
+    "copies of the parameters, put each training step into one `with session.step():`",
     "stale": "optimizer.step() was called {} times, but this {} updates none of the model's parameters. "
     "Create the optimizer from the parameters of this model. If the optimizer updates copies of the "
-    "parameters, put each step into one `with session.step():`",
-    "full": "the store is full: {} of activations stayed in memory in step {}. Free space in the "
-    "store.directories, or set store.capacity. By default, a twentieth of a disk, at least 1 GiB, stays free",
+    "parameters, put each training step into one `with session.step():`",
+    "full": "the store is full: {} of activations stayed in memory in step {}. Free space on the drives, or "
+    "set store.capacity. By default, the store leaves a twentieth of each disk free, at least 1 GiB",
     "nothing left": "budget.device_bytes of {} leaves nothing for activations: other memory on the device "
     "takes {}. Offload optimizer states (states:) or frozen weights (weights:), or raise budget.device_bytes",
 }
 OTHER_RANKS = (
-    "the planner recomputes no layer, because other ranks may run the same layers, and all ranks would have "
-    "to recompute these layers. To recompute layers on all ranks, set the placement 'recompute'"
+    "the planner recomputes no layer, because several ranks train, and all ranks would have to recompute the "
+    "same layers. To recompute layers on all ranks, set the placement 'recompute'"
 )
 
 logger = logging.getLogger("tba_offload.session")

@@ -425,7 +425,7 @@ class Session:
         """
         self.loop.finish()
         if self.loop.step is not None:
-            raise SessionError("a session cannot be closed inside one of its steps. End the step first")
+            raise SessionError("the session cannot be closed while a step is open. End the step first")
         self._close()
 
     def say_summary(self) -> None:
@@ -483,7 +483,7 @@ class Session:
             what = f"checkpointing ({', '.join(found)}) of {found.total()} of {len(self.layers)} layers"
             placed = zip(self.sites, self._plan_of_policy().placements, strict=True)
             placements = " or ".join(dict.fromkeys(each for site, each in placed if site.checkpoint))
-            tell(f"the session takes over the framework's {what}. Their placement is {placements}")
+            tell(f"the session takes over the framework's {what}, with placement {placements}")
         return self.checkpointing.taken != before
 
     def _limits(self) -> Limits:
@@ -522,7 +522,8 @@ class Session:
             return
         if before is not None and before.task.agree is not None:
             raise UnsupportedError(
-                "checkpointing was switched, but several ranks plan together. Switch it before attach()"
+                "checkpointing was switched after attach(), which several ranks do not support. Switch "
+                "checkpointing before attach()"
             )
         self.planning.plan = plan
         is_auto = Placement.AUTO in config.policy.placements(self.world.layers)

@@ -219,7 +219,7 @@ def untraced(session: tba.Session) -> None:
 
 SESSIONS: dict[str, tuple[Callable[[tba.Session], object], str]] = {
     "a step in a step": (nested, "another step of this session is still open. End that step"),
-    "closed in a step": (closed, "cannot be closed inside one of its steps. End the step first"),
+    "closed in a step": (closed, "cannot be closed while a step is open. End the step first"),
     "used after it was closed": (used_late, r"this session is closed. Call attach\(\) again"),
     "a timeline of a plain step": (
         untraced,

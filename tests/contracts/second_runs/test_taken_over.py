@@ -157,7 +157,7 @@ def test_a_layer_that_cannot_be_recomputed_is_left_to_its_framework(
     (line,) = (line for line in caplog.messages if "cannot be recomputed" in line)
     assert REASONS[layer] in line
     assert "(layers." in line
-    assert "framework's checkpointing runs this layer" in line
+    assert "framework's own checkpointing recomputes layers" in line
 
 
 # Runs without a placement

@@ -80,7 +80,7 @@ def test_a_run_without_steps_is_left_out_and_named(tmp_path: Path, caplog: pytes
     empty, run = save(tmp_path / "empty.jsonl", []), save(tmp_path / "run.jsonl", [1.0])
     assert rok.points([empty, run]) == rok.points([run])
     (told,) = caplog.messages
-    assert "empty.jsonl: the run has no step after the warm-up, so it gives no point" in told
+    assert "empty.jsonl: the run has no step after the warm-up, so the curve has no point" in told
     with pytest.raises(RunLogError, match=r"empty\.jsonl: the run has no step after the warm-up"):
         rok.points([empty])
 
@@ -91,7 +91,7 @@ def test_runs_share_a_unit(tmp_path: Path) -> None:
     flops = save(tmp_path / "flops.jsonl", [2.0], tokens=None)
     assert [point.unit for point in rok.points([both, flops])] == ["FLOP/s"] * 2
     assert [(point.unit, point.throughput) for point in rok.points([both, tokens])] == [("tokens/s", 500)] * 2
-    with pytest.raises(RunLogError, match=r"flops\.jsonl, .*tokens\.jsonl: no unit of throughput"):
+    with pytest.raises(RunLogError, match=r"flops\.jsonl, .*tokens\.jsonl: these logs have no common unit"):
         rok.points([flops, tokens])
 
 

@@ -108,7 +108,7 @@ def test_nothing_is_left_attached_when_the_store_cannot_be_opened(model: Model, 
 
 def test_close_is_refused_inside_a_step(model: Model) -> None:
     with session_for(model) as session:
-        with session.step(), pytest.raises(tba.SessionError, match="inside one of its steps"):
+        with session.step(), pytest.raises(tba.SessionError, match="while a step is open"):
             session.close()
         one_step(session, model)
 
@@ -122,7 +122,7 @@ def test_a_backward_after_the_step_or_after_the_session(model: Model) -> None:
         with session.step():
             losses = [loss_of(model, make_tokens(0)) for _ in range(2)]
             quiesce(session.offloader)
-        with pytest.warns(UserWarning, match="backward runs outside of the step"):
+        with pytest.warns(UserWarning, match="backward runs after the step of its forward"):
             losses[0].backward()
         found = [parameter.grad for parameter in model.parameters()]
     plain = make_model(layers=3)
