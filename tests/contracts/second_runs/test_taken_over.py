@@ -226,7 +226,7 @@ def in_a_child(net: Net) -> list[Tensor]:
     return torch.load(io.BytesIO(data))  # type: ignore[no-any-return]
 
 
-@pytest.mark.filterwarnings("ignore:.*runs inside saved-tensor hooks", "ignore:copies of a layer")
+@pytest.mark.filterwarnings("ignore:.*runs inside saved-tensor hooks", "ignore:copies of layers")
 @KINDS
 @pytest.mark.parametrize("use", [outside, under_hooks, in_copies, in_a_child])
 def test_layers_that_the_session_does_not_run_are_checkpointed_by_their_framework(
