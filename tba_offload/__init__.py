@@ -1,4 +1,4 @@
-"""Offload activations to NVMe during the training of large models.
+"""Offload activations to NVMe drives while large models train.
 
 ::
 
@@ -77,8 +77,8 @@ _HOMES = {
     }.items()
     for name in names.split()
 }
-"""The module that defines each public name. Modules are imported on first use, because policies, run logs and
-plots do not need torch."""
+"""The module that defines each public name. A module is imported when one of its names is first used, because
+policies, run logs and plots do not need torch."""
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605
 

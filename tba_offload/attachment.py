@@ -48,34 +48,35 @@ def attach(
 ) -> Session:
     """Attach offloading to a model.
 
-    Layers are found in Megatron models, and in models with a list of equal blocks: a ``ModuleList``, a
-    ``Sequential`` or a ``ModuleDict`` of numbers. The equal blocks may be divided into stages, as in Swin.
-    For models of another structure, pass ``layers``.
+    ``attach`` finds the layers of Megatron models, and of models with a list of equal blocks. The list is a
+    ``ModuleList``, a ``Sequential``, or a ``ModuleDict`` whose keys are numbers. The equal blocks may be
+    divided into stages, as in Swin. For models of another structure, pass ``layers``.
 
     Args:
         model: The model, wrapped or not, or the list of model chunks in an interleaved pipeline.
         config: The policy. With ``"fit"``, the planner chooses the fastest placements that fit into nine
-            tenths of the device memory. A placement, such as ``"offload"`` or ``"recompute"``, applies to all
-            layers. A policy can also be the path of a YAML file, YAML text, a dict with the keys of a YAML
-            policy, or an :class:`OffloadConfig`.
+            tenths of the device memory. The name of a placement, such as ``"offload"`` or ``"recompute"``,
+            places all layers. A policy can also be the path of a YAML file, YAML text, a dict with the keys
+            of a YAML policy, or an :class:`OffloadConfig`.
         layers: The layers to attach. By default, ``attach`` finds the layers of the model.
-        directories: Directories of the store: one path, or one per drive. The argument replaces the
-            directories of the policy.
+        directories: Directories of the store: one path, or one path per drive. This argument replaces the
+            directories in the policy.
         optimizer: One or several optimizers whose states are offloaded in addition to activations. See
             :func:`tba_offload.offload_optimizer`.
-        tokens: Number of tokens of one micro-batch, or a function that returns this number for the arguments
-            of the model's forward. The default is the number of elements of ``input_ids``. Without
-            ``input_ids``, the elements of the first positional tensor of integers are counted.
+        tokens: Number of tokens in one micro-batch, or a function that takes the arguments of the model's
+            forward and returns this number. The default is the number of elements of ``input_ids``. If the
+            model has no ``input_ids``, the default is the number of elements of the first positional argument
+            that is a tensor of integers.
         run_log: Path of the run log. If ``run.jsonl`` exists from an earlier run, the new run writes
             ``run.2.jsonl``. Each process of :mod:`torch.distributed` writes its own log, such as
             ``run.rank0.jsonl``.
         strategy: Label of the run in ROK plots. The default label is the placement that all layers share, or
-            ``mixed``. Offloaded states and weights are added to the default label, as in ``offload +
-            states``.
+            ``mixed``. If states or weights are offloaded, the default label names them too, for example
+            ``offload + states``.
         model_info: Facts about the model that the run log records, such as layer sizes, the batch size or a
             name.
         measure_memory: Whether to measure the activation peak. On CUDA, the measurement takes no time. On a
-            CPU, a thread takes samples of the process memory, which uses part of one core.
+            CPU, a thread takes samples of the process memory. The thread uses part of one core.
         status: Whether to log a line for each step. Plans of ``auto`` and the summary of the run are always
             logged. The logger is ``tba_offload.session``. If the program configures no logging handler, the
             lines go to stderr.
@@ -83,8 +84,8 @@ def attach(
             On a CPU, the functions are called at the end of the step. On an accelerator, the functions are
             usually called during the next step. The classes in :mod:`tba_offload.sinks` write to TensorBoard
             or W&B. An exception in an ``on_step`` function ends training.
-        trace_steps: Numbers of the steps, from 1, whose timelines are recorded, as with
-            ``session.step(trace=True)``.
+        trace_steps: Numbers of the steps whose timelines are recorded, as with ``session.step(trace=True)``.
+            The first step has number 1.
 
     Returns:
         The open session. Close the session at the end of training, or use the session as a context manager.
@@ -132,7 +133,6 @@ _LEFT_OUT = (
 
 
 def _find(chunks: list[nn.Module]) -> LayerStack:
-    """Return the transformer layers of a Megatron model, or the equal blocks of another model."""
     if any(name.partition(".")[0] == "megatron" for name in sys.modules):
         from tba_offload.megatron.layers import find_stack, is_megatron
 
@@ -157,7 +157,6 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _listed(given: Any) -> tuple[Any, ...]:
-    """Return one or several objects as a tuple."""
     if given is None:
         return ()
     return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)

@@ -1,9 +1,9 @@
-"""The number of bytes that training without pauses writes in one day."""
+"""The number of bytes written in one day of training without pauses."""
 
 from __future__ import annotations
 
 DAY = 86_400
-"""Seconds."""
+"""Number of seconds in a day."""
 
 
 def bytes_per_day(written: float, seconds: float) -> float:

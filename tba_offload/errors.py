@@ -64,7 +64,7 @@ class ConfigError(TbaError, ValueError):
 
     @classmethod
     def joined(cls, problems: Sequence[ConfigError]) -> ConfigError:
-        """Return one error for several problems, sorted by line.
+        """Return one error for several problems, with the problems sorted by line.
 
         The error has the attributes ``file`` and ``line`` of the first problem.
         """

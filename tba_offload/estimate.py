@@ -1,11 +1,9 @@
 """The command ``tba-offload estimate``.
 
-The command estimates the cost of each placement from steps of a model without data.
-
-The model's own code runs forward and backward on tensors that have only shapes, with the hooks and the
-offloader of training. A dispatch mode counts the live bytes and the FLOPs of each operation, and estimates
-the time from the FLOPs. Transfers move no bytes. A simulated transfer takes the time that the drives would
-need.
+The command estimates the cost of each placement without data and without a GPU. The model's own code runs
+forward and backward on tensors that have shapes but no data. The hooks and the offloader are those of a real
+session. A dispatch mode counts the live bytes and the FLOPs of each operation, and estimates the time from
+the FLOPs. Transfers move no bytes. Each transfer takes the simulated time that the drives would need.
 """
 
 from __future__ import annotations
@@ -76,7 +74,7 @@ def run_on_console(
     base_bits: int | None,
     **model: Any,
 ) -> None:
-    """Print the cost of each placement, as ``tba-offload estimate --help`` says."""
+    """Print the cost of each placement. See ``tba-offload estimate --help`` for the output."""
     with dry_model(bandwidth=bandwidth, **model) as dry:
         names = dry.names
         dry.run(Plan((Placement.OFFLOAD,) * len(names)))
@@ -200,9 +198,9 @@ def create(
         dtype: Dtype of the model, a key of :data:`DTYPES`.
         batch: Number of sequences in a micro-batch.
         sequence: Number of tokens in a sequence.
-        lora: Rank of LoRA for all linear modules of the layers. With LoRA, the model's own weights are
-            frozen.
-        sizes: Sizes of a Llama without ``config``, by the names in ``transformers.LlamaConfig``.
+        lora: Rank of the LoRA matrices that are added to all linear modules of the layers. With LoRA, the
+            model's own weights are frozen. ``None`` trains all weights.
+        sizes: Arguments of ``transformers.LlamaConfig``. The sizes are used if ``config`` is ``None``.
     """
     with required("transformers", "estimate", extra="transformers"):
         import transformers
@@ -249,7 +247,7 @@ def create(
 def _add_lora(model: Any, rank: int) -> None:
     """Freeze the model, and add LoRA matrices to all linear modules of the layers.
 
-    peft cannot create its matrices without data.
+    The package peft cannot create matrices without data, so this function creates them.
     """
     model.requires_grad_(requires_grad=False)
     for layer in find_layers(model).layers:
@@ -268,10 +266,10 @@ def _longest(config: Any) -> int:
 
 
 def _flops_of(function: Any, args: Any, kwargs: Any, output: object) -> int:
-    """Return the FLOPs of an operation; 0 if PyTorch has no formula for it.
+    """Return the FLOPs of an operation; 0 if no formula is known.
 
-    PyTorch has no formula for attention on a CPU, so the formula for the GPU kernel is used. PyTorch has no
-    formula for grouped matrix products of experts, so this function has the formula.
+    PyTorch has no formula for attention on a CPU, so its formula for the GPU kernel is used. PyTorch has no
+    formula for grouped matrix products (``_grouped_mm``), so this function contains one.
     """
     name = getattr(getattr(function, "_overloadpacket", None), "__name__", "none").replace("_for_cpu", "")
     if name == "_grouped_mm":
@@ -285,11 +283,11 @@ def _flops_of(function: Any, args: Any, kwargs: Any, output: object) -> int:
 
 
 class _Tier(Tier):
-    """Simulated drives, or simulated host memory, that hold no data.
+    """Simulated drives, or simulated host memory. No data is stored.
 
     Attributes:
-        bandwidth: The rates.
-        free_at: Times at which the last read and the last write end.
+        bandwidth: Write and read rates, and the capacity.
+        free_at: Simulated times at which the last read and the last write end.
     """
 
     def __init__(self, bandwidth: Bandwidth) -> None:
@@ -298,10 +296,10 @@ class _Tier(Tier):
 
 
 class _Machine(Device):
-    """A simulated device and store that hold no data. The offloader uses one object as device and as store.
+    """A simulated device and a simulated store in one object. No data is stored.
 
     Attributes:
-        clock: Simulated time in seconds, with compute and waits for I/O.
+        clock: Simulated time in seconds, including compute and waits for I/O.
         live: Counter of the bytes of live storages.
     """
 
@@ -341,17 +339,17 @@ class _Machine(Device):
         return int(has_room and is_for_host(host, drives, self.spill_bytes, self._share))
 
     def beyond_host(self, nbytes: int) -> int:
-        """Return how many bytes of a step go to drives because host memory is full."""
+        """Return how many of a step's ``nbytes`` go to drives because host memory is full."""
         capacity = self._tiers[1].bandwidth.capacity or 0
         self._share = drives_share(nbytes, capacity)  # for the next step, as in training
         return max(nbytes - capacity, 0)
 
     def release(self, extent: Extent) -> None:
-        """Free the bytes of an extent."""
+        """Subtract the bytes of an extent from the bytes in the store."""
         self._tiers[extent.drive].held -= extent.nbytes
 
     def cancel(self, transfer: Transfer) -> bool:
-        """Cancel a transfer if it has not started."""
+        """Cancel a transfer that has not started; return False if the transfer has started."""
         waiting = [entry for entry in self._queue if entry[-1] is transfer and entry[1] > self.clock]
         for entry in waiting:
             self._queue.remove(entry)
@@ -368,7 +366,7 @@ class _Machine(Device):
         transfer.finish()
 
     def wait(self, transfer: Transfer) -> None:
-        """Set the simulated clock to the end of a transfer."""
+        """Advance the simulated clock to the end of a transfer."""
         while not transfer.is_done:
             self.clock = max(self.clock, self._queue[0][0])
             self.settle()
@@ -384,12 +382,12 @@ class _Machine(Device):
 
 
 class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A model whose tensors have no data, with the hooks and the offloader of training.
+    """A model whose tensors have no data, with the hooks and the offloader of a real session.
 
     Attributes:
-        model: The model, with tensors without data.
+        model: The model. Its tensors have shapes but no data.
         names: Module names of the attached layers.
-        profile: The profile of all steps so far.
+        profile: The :class:`StepProfile` of all steps so far; ``None`` before the first step.
     """
 
     def __init__(self, model: Any, inputs: dict[str, Any], flops: float, machine: Any, mode: Any) -> None:
@@ -414,7 +412,8 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the bytes of frozen weights in each layer. Without frozen weights, return an empty list.
 
         Args:
-            bits: Bits of an element in the format of bitsandbytes. By default the data type of the model.
+            bits: Bits of one quantized element, 4 or 8, in the format of bitsandbytes. By default, an element
+                has the data type of the model.
         """
         # One fp32 number for each 64 elements scales 4-bit elements. The scales of 8-bit rows are small.
         wide = self.model.dtype.itemsize if bits is None else bits / 8 + (1 / 16 if bits == 4 else 0)
@@ -423,12 +422,15 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def forward_seconds(self) -> float:
-        """Compute time of the layers' forward, without waits."""
+        """Seconds that the forward of all layers computes, without waits."""
         layers = [slot.layer for slot in self.profile.slots if not slot.backward]
         return float(sum(self.profile.timing(layer, Placement.KEEP).forward for layer in layers))
 
     def is_carried(self, length: int, bandwidth: Bandwidth) -> bool:
-        """Return True if drives write the inputs of all layers during forward, and read them during backward.
+        """Return True if ``recompute-offload`` does not wait for drives at this sequence length.
+
+        The drives must write the inputs of all layers in the time of forward, and read the inputs in the time
+        of backward.
 
         Args:
             length: Number of tokens in a sequence.
@@ -444,9 +446,9 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return bool(inputs <= min(bandwidth.write * self.forward_seconds, bandwidth.read * backward))
 
     def step(self, plan: Plan) -> Prediction:
-        """Return the predicted figures of a step under a plan.
+        """Return the predicted figures of the second step under a plan.
 
-        As in training, an earlier step has recorded the order in which backward uses activations.
+        The first step records the order in which backward uses activations. Prefetch needs this order.
         """
         self._capture.learned.clear()
         if any(way.offloads for way in plan.placements):
@@ -454,7 +456,7 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.run(plan)
 
     def run(self, plan: Plan) -> Prediction:
-        """Run a step under a plan on tensors without data, and return the predicted figures."""
+        """Run one step under a plan, and return the predicted figures."""
         capture, offloader, machine = self._capture, self._capture.offloader, self._machine
         offloader.resize_window(plan.window)
         offloader.begin_step()
@@ -527,7 +529,7 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _recomputed(forward: Any, *args: Any, **kwargs: Any) -> object:
-    """Run a layer in a checkpoint that saves all tensors among the arguments."""
+    """Run a layer with PyTorch's checkpoint, which saves all tensors among the arguments."""
     tensors: list[Tensor] = []
     layout = take_apart((args, kwargs), tensors)
 

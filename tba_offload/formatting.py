@@ -25,8 +25,7 @@ _BLANK = "\0"
 def visible(text: str) -> str:
     r"""Escape all characters of a text that a terminal interprets or does not show.
 
-    Examples are ``\x1b`` and ``\u202e``. Names in files may contain sequences that move the cursor,
-    incomplete characters, or changes of the writing direction.
+    For example, ``\x1b`` may move the cursor, and ``\u202e`` changes the writing direction.
     """
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
@@ -56,7 +55,7 @@ def scale(largest: float, units: Mapping[str, float]) -> tuple[str, float]:
     """Return the name and size of the largest unit that is not larger than a value.
 
     Args:
-        largest: The largest value to format.
+        largest: The value: the largest of all values that are formatted with the unit.
         units: Sizes of the units by name, the smallest first.
     """
     fitting = [(name, float(size)) for name, size in units.items() if size <= largest]
@@ -86,11 +85,11 @@ MANY_RANGES = 4
 
 
 class LayerGroup(NamedTuple):
-    """A group of consecutive layers with an equal value, such as the placement.
+    """A group of consecutive layers with the same value, for example the same placement.
 
     Attributes:
-        numbers: The numbers of the layers, such as ``"0-7"``. In a model with several stacks or without layer
-            numbers, ``numbers`` equals ``name``.
+        numbers: The numbers of the layers, such as ``"0-7"``. In a model with several stacks, and in a model
+            whose layers have no numbers, ``numbers`` equals ``name``.
         name: The module names as one text, such as ``"decoder.layers.0-7"``.
         first: Index of the first layer.
         size: Number of layers.
@@ -103,7 +102,7 @@ class LayerGroup(NamedTuple):
 
 
 def _stack_and_number(name: str) -> tuple[str, int]:
-    """Split a module name into a template without the layer number, and the number (by default 0)."""
+    """Split a module name into a template and the layer number. Without a number, return 0 as number."""
     found = _NUMBER.search(name)
     return (name, 0) if found is None else (_NUMBER.sub(_BLANK, name), int(found[0]))
 
@@ -113,7 +112,7 @@ def grouped(names: Sequence[str], alike: Sequence[Hashable]) -> list[LayerGroup]
 
     Args:
         names: Module name of each layer, in order.
-        alike: Value of each layer, such as the placement. All layers of a group have the same value.
+        alike: Value of each layer, for example its placement. All layers of a group have the same value.
     """
     parts = [_stack_and_number(name) for name in names]
     is_one_stack = len(dict(parts)) == 1
@@ -155,7 +154,7 @@ def _as_verb(placement: str) -> str:
 
 
 def _listed(groups: Sequence[LayerGroup]) -> str:
-    """Return the layer numbers of groups as text. For many groups, the text has only count and range."""
+    """Return the layer numbers of groups as text. For many groups, return only the count and the range."""
     count = sum(group.size for group in groups)
     if len(groups) > MANY_RANGES:
         return f"{count} layers from {groups[0].numbers} to {groups[-1].numbers}"

@@ -1,4 +1,4 @@
-"""Placements of activations: where a layer's saved tensors are between forward and backward."""
+"""Placements: where a layer's activations are between forward and backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FLAGS = ("recomputes", "offloads", "rebuilds", "spares_attention")
 
 
 class Placement(StrEnum):
-    """Place of a layer's activations between forward and backward.
+    """Where a layer's activations are between forward and backward.
 
     - ``keep``: activations stay in memory.
     - ``offload``: activations are in the store.
@@ -47,7 +47,7 @@ class Placement(StrEnum):
     percent: int
 
     def __new__(cls, word: str, *flags: str, percent: int = 100) -> Self:
-        """Create a placement with flags as plain attributes, because each run of a layer reads the flags."""
+        """Create a placement with flags as plain attributes. Each run of a layer reads the flags."""
         made = str.__new__(cls, word)
         made._value_ = word
         made.percent = percent
@@ -75,7 +75,7 @@ class Placement(StrEnum):
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the layer's saved tensors are offloaded without recomputing the layer."""
+        """Whether the layer's saved tensors are offloaded and the layer is not recomputed."""
         return self.offloads and not self.recomputes
 
     @property
@@ -93,11 +93,11 @@ def names() -> list[str]:
 
 
 class Staying:
-    """Selection of the tensors that stay in memory if a share of the bytes is offloaded.
+    """Selection of the tensors that stay in memory if a percentage of the bytes is offloaded.
 
-    Each tensor is offloaded or kept as a whole, in the order of saving. After each tensor, the offloaded
-    bytes differ from the share by at most half of the largest tensor. Therefore, writes are spread evenly
-    over the forward pass.
+    Each tensor is offloaded or kept as a whole, in the order of saving. At any time in forward, the offloaded
+    bytes differ from the percentage by at most half of the largest tensor. Writes are therefore spread evenly
+    over forward.
 
     Args:
         percent: Percentage of the bytes that is offloaded.
@@ -119,10 +119,11 @@ class Staying:
 
 
 def spread(count: int) -> list[int]:
-    """Return the numbers below ``count`` as a van der Corput sequence.
+    """Return the numbers below ``count`` in the order of a van der Corput sequence.
 
-    The first numbers of the sequence, however many, are spread evenly. While resident parts are used, the
-    next offloaded part is read.
+    For every n, the first n numbers of the sequence are spread almost evenly over the range. Items that stay
+    in memory are chosen in this order, so that offloaded items can be read while the items between them are
+    used.
     """
     bits = max(count - 1, 1).bit_length()
     return sorted(range(count), key=lambda at: int(f"{at:0{bits}b}"[::-1], 2))

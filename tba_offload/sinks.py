@@ -8,8 +8,8 @@
     with tba.attach(model, "fit", on_step=TensorBoardSink(SummaryWriter())) as session:
         ...
 
-A sink is a function that takes the :class:`tba_offload.StepRecord` of a step. The program must flush and
-close the TensorBoard writer or the W&B run. A sink writes no value for unknown figures.
+A sink is a callable that takes the :class:`tba_offload.StepRecord` of a step. A sink writes no value for an
+unknown figure. The program must flush and close the TensorBoard writer or the W&B run.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class TensorBoardSink:
 class WandbSink:
     """Sink for W&B. Each curve is named ``tba-offload/`` plus the name of the figure.
 
-    The x-axis of the curves is ``tba-offload/step``. On an accelerator, the figures of a step are known one
-    step later. W&B's own step counter would drop these late figures.
+    The x-axis of the curves is ``tba-offload/step`` instead of W&B's own step counter. On an accelerator, the
+    figures of a step are known one step later, and W&B drops figures of an earlier step of its own counter.
 
     Args:
         run: The run object from ``wandb.init``.

@@ -1,7 +1,7 @@
 """All private names of PyTorch that tba-offload uses.
 
-Other files use only private attributes that all releases have, such as ``_version`` of tensors. All names in
-this module exist in PyTorch 2.10 to 2.13. Comments describe differences between releases.
+Other files use only private attributes that all releases of PyTorch have, such as ``_version`` of tensors.
+All names in this module exist in PyTorch 2.10 to 2.13. Comments describe differences between releases.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ call_after_backward: Callable[[Callable[[], object]], None] = _engine.queue_call
 def is_recomputation() -> bool:
     """Return True if the calling forward runs inside a backward pass.
 
-    Checkpoints of PyTorch and of Megatron run forward inside backward. Backward uses tensors from a
-    recomputation at once, so these tensors stay in memory.
+    The activation checkpointing of PyTorch and of Megatron runs forward inside backward. Backward uses the
+    recomputed tensors at once, so these tensors are not offloaded.
     """
     return current_backward() != -1
 
@@ -78,7 +78,7 @@ def is_transformed() -> bool:
 
 
 is_transform_wrapper: Callable[[torch.Tensor], bool] = _C._functorch.is_functorch_wrapped_tensor
-"""Return True if a tensor is a wrapper inside a transform. Wrappers have no storage."""
+"""Return True if a tensor is a wrapper inside a transform of ``torch.func``. Wrappers have no storage."""
 
 # ---- tensors ---------------------------------------------------------------------------------------
 
@@ -90,11 +90,12 @@ without_subclasses: Callable[[], contextlib.AbstractContextManager[None]] = _C.D
 
 
 def shares_version(probe: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Return True if two tensors share a version counter. A change of one tensor then changes both versions.
+    """Return True if two tensors share a version counter.
 
-    Tensors that share a storage may have different counters, because ``.data`` and ``from_numpy`` create a
-    new counter. PyTorch has no function that compares version counters, so the version of ``probe`` is
-    increased and restored. No Python code runs in between, so that no other thread sees the changed version.
+    Tensors that share a storage may have different version counters, because ``.data`` and ``from_numpy``
+    create a new counter. PyTorch has no function that compares version counters. This function increases the
+    version of ``probe``, reads the version of ``tensor``, and restores the version of ``probe``. Only C code
+    runs between these calls, so no other thread sees the changed version.
     """
     version = probe._version
     if tensor._version != version:
@@ -117,8 +118,8 @@ def users_of(storage: torch.UntypedStorage) -> int:
 
 
 references_to: Callable[[torch.Tensor], int] = methodcaller("_use_count")
-"""Return the number of C++ references to a tensor: one from the Python object, and all references of
-autograd."""
+"""Return the number of C++ references to a tensor. The Python object has one reference. All other references
+belong to autograd."""
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 tree_leaves = _pytree.tree_leaves
@@ -138,20 +139,21 @@ def tensors_without_data() -> Any:
 
 KeySet = _C.DispatchKeySet
 AFTER_BACKEND_SELECT = _C._dispatch_keyset_full_after(_C.DispatchKey.BackendSelect)
-"""Dispatcher keys below ``BackendSelect``. A function can be registered for any operation at
-``AFTER_BACKEND_SELECT``."""
+"""The dispatch keys that follow ``BackendSelect``. A function that is registered at ``BackendSelect`` calls
+the original operation with these keys."""
 
 sharing_versions = partial(_C._SetExcludeDispatchKeyGuard, _C.DispatchKey.ADInplaceOrView, False)  # noqa: FBT003
-"""Return a context manager under which views share the version counter of their base, as in ordinary code."""
+"""Return a context manager under which a view shares the version counter of its base. Inside an operation
+that autograd has dispatched, views would otherwise get their own version counters."""
 
 # ---- compiler --------------------------------------------------------------------------------------
 
 CALLS = nn.Module._call_impl.__code__.co_filename
-"""Source file of ``torch.nn.Module``, for recognizing frames that call a forward."""
+"""Source file of ``torch.nn.Module``. A frame of this file that has ``self`` calls a module's forward."""
 
 switch_tracer: Callable[[Any], Any] = eval_frame.set_eval_frame
-"""Set the calling thread's compiler callback, and return the previous callback. A C function is needed,
-because the callback sees each frame of Python code."""
+"""Set the calling thread's compiler callback, and return the previous callback. This is a C function, because
+a Python function would be a frame that the compiler traces."""
 
 _REASON = (
     "UnsupportedError: tba-offload is attached to this layer, and no graph can span an attached layer. Omit "
@@ -161,14 +163,14 @@ _REASON = (
 
 
 def untraced(function: Function, *, with_calls: bool = True) -> Function:
-    """Make the compiler skip a function that autograd calls, and the functions that it calls.
+    """Make the compiler skip a function, and by default all functions that this function calls.
 
-    ``torch.compiler.disable`` would import the compiler, which takes seconds even if the program does not
-    compile.
+    ``torch.compiler.disable`` would import the compiler, which takes seconds even if the program compiles
+    nothing.
 
     Args:
-        function: The function.
-        with_calls: Whether to skip also the functions that it calls.
+        function: The function to skip.
+        with_calls: Whether the functions that ``function`` calls are skipped too.
     """
     skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
     strategy = eval_frame._FrameExecStrategy(skip, skip if with_calls else default)
@@ -180,9 +182,9 @@ def not_traced(function: Function, *, nor_what_it_calls: bool = False) -> Functi
     """Make the compiler end its graph at a function, as ``torch.compiler.disable`` does.
 
     Args:
-        function: The function.
-        nor_what_it_calls: Whether to skip also the functions that it calls. By default, the compiler may
-            trace the called functions.
+        function: The function at which the graph ends.
+        nor_what_it_calls: Whether the functions that ``function`` calls are skipped too. By default, the
+            compiler may trace these functions.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
@@ -195,7 +197,7 @@ def is_compiled(forward: object) -> bool:
 
 
 def load_compiler() -> None:
-    """Import the compiler (70 MiB), so that the first checkpoint does not import the compiler in a step."""
+    """Import the compiler, which takes 70 MiB. Else the first recomputed layer imports it during a step."""
     import torch._dynamo  # noqa: F401
 
 
@@ -206,10 +208,11 @@ def is_checkpoint_wrapper(module: nn.Module) -> bool:
 
 
 def save_arguments_again(hooks: contextlib.AbstractContextManager[object]) -> None:
-    """Save the positional arguments of the innermost checkpoint of the program again, inside ``hooks``.
+    """Save the arguments of the innermost running ``torch.utils.checkpoint`` again, inside ``hooks``.
 
-    This is possible from PyTorch 2.13 on, and only once for each call of a checkpoint. If the checkpoint is
-    inside another checkpoint or other hooks, these have the arguments, and nothing is saved again.
+    Only positional arguments are saved again, once for each call of ``checkpoint``. Before PyTorch 2.13, this
+    function does nothing. The function also does nothing if ``checkpoint`` runs inside other saved-tensor
+    hooks, because these hooks have received the arguments.
     """
     top: Any = hooks_on_top()
     cells = top[0].__closure__ if top and top[0].__module__ == "torch.utils.checkpoint" else ()
@@ -250,8 +253,9 @@ _disable = torch.autograd.graph.disable_saved_tensors_hooks
 def _guarded_resize(storage: torch.UntypedStorage, size: int) -> object:
     """Notify open sessions, then resize a storage.
 
-    Megatron and FSDP empty storages, and fill the storages again before backward. A reference to a storage
-    does not prevent a resize. Without the notification, a queued or running write would read freed memory.
+    Megatron and FSDP resize storages to 0 bytes, and fill the storages again before backward. A reference to
+    a storage does not prevent a resize. A session may be writing the storage to a drive, and would then read
+    freed memory.
     """
     for each in list(_guarded):
         each.protect(storage)
@@ -260,7 +264,7 @@ def _guarded_resize(storage: torch.UntypedStorage, size: int) -> object:
 
 @contextlib.contextmanager
 def _disable_without_ours(error_message: str) -> Iterator[None]:
-    """Remove the hooks of tba-offload within the block, because ``torch.func`` transforms forbid hooks."""
+    """Remove the saved-tensor hooks of tba-offload within the block, because ``torch.func`` forbids hooks."""
     top, is_aside = hooks_on_top(), False
     try:
         if top is not None and getattr(getattr(top[0], "__self__", None), "is_of_tba_offload", False):
@@ -274,7 +278,14 @@ def _disable_without_ours(error_message: str) -> Iterator[None]:
 
 
 def watch(capture: Any) -> None:
-    """Call ``capture.protect`` before a storage is resized, and make transforms work in attached layers."""
+    """Replace two functions of PyTorch while a session is open.
+
+    Before a storage is resized, PyTorch then calls ``capture.protect``. Transforms of ``torch.func`` then
+    work in attached layers.
+
+    Args:
+        capture: The :class:`~tba_offload.capture.hooks.Capture` of the session.
+    """
     _guarded.add(capture)
     torch.UntypedStorage.resize_ = _guarded_resize  # type: ignore[method-assign,assignment]
     torch.autograd.graph.disable_saved_tensors_hooks = _disable_without_ours

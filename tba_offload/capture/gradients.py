@@ -1,4 +1,4 @@
-"""The gradients that a step creates, and the bytes that they take.
+"""The gradients that a step creates, and their size in bytes.
 
 By default, ``zero_grad()`` sets gradients to ``None``, so each backward pass allocates all gradients again.
 The size of gradients depends on the model, and not on the batch or on placements.
@@ -29,15 +29,16 @@ class Gradients:
     Args:
         modules: The model or its chunks.
         device: The device on which gradients are counted. Gradients on other devices are ignored.
-        about_to_count: Called with the bytes of a gradient before that gradient is counted.
+        about_to_count: Function that is called with the bytes of each gradient before the gradient is
+            counted.
 
     Attributes:
         live: Counter of the bytes of existing gradients.
-        was_dropped: Whether a gradient of this step was freed and created again, so that its accumulated
-            values are lost.
-        watched: The parameters with a hook, by ``id()``.
-        born: The watched parameters that got a gradient in this step, except parameters whose gradient a hook
-            removed.
+        was_dropped: Whether the program dropped a gradient in this step before a later backward pass created
+            the gradient again. The values that the step had accumulated are then lost.
+        watched: The hook of each parameter, by the ``id()`` of the parameter.
+        born: The entries of ``watched`` whose parameter got a gradient in this step. Parameters whose
+            gradient a hook removed are left out.
     """
 
     def __init__(
@@ -62,14 +63,11 @@ class Gradients:
         self._count(parameters)
 
     def parameters(self) -> Iterable[torch.Tensor]:
-        """Return the trainable parameters of the model, without duplicates.
-
-        Parameters that ``functional_call`` computed are left out, because they get no gradients of their own.
-        """
+        """Return the trainable leaf parameters of the model, without duplicates."""
         return filter(_is_trained, parameters_in(self._modules))
 
     def also_watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Also count the gradients of ``parameters``, for example of another model in the same step."""
+        """Count the gradients of more parameters, for example of another model in the same step."""
         self._watch(filter(_is_trained, parameters))
 
     def _watch(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -78,7 +76,7 @@ class Gradients:
                 self.watched[id(parameter)] = Watched(parameter, partial(_accumulated, weakref.ref(self)))
 
     def count(self) -> None:
-        """Count gradients that exist but reached no hook, such as gradients of sharded parameters."""
+        """Count existing gradients for which no hook was called, such as gradients of sharded parameters."""
         counted = {key for key, born in self.born.items() if born.own() is not None}
         self._count(parameter for parameter in self.parameters() if id(parameter) not in counted)
 
@@ -100,7 +98,7 @@ class Gradients:
 
     @property
     def updated(self) -> bool:
-        """Whether a parameter was changed after it got its gradient."""
+        """Whether a parameter was changed after backward stored its gradient."""
         return any(born.is_updated() for born in self.born.values())
 
     def watches(self, parameter: torch.Tensor) -> bool:
@@ -109,18 +107,17 @@ class Gradients:
         return watched is not None and watched.parameter() is parameter
 
     def pass_ended(self) -> None:
-        """Update the gradients of this step at the end of a backward pass.
+        """Update the list of this step's gradients at the end of a backward pass.
 
-        Hooks of data parallelism remove gradients in backward, or replace gradients by views of a bucket. A
-        gradient that a hook removed is no longer tracked, because the program has not dropped it. If a hook
-        replaced a gradient, the new gradient is tracked.
+        Hooks of data parallelism may remove gradients in backward, or replace gradients by views of a bucket.
+        A removed gradient leaves the list. A replaced gradient is exchanged for the new gradient.
         """
         first = next(iter(self.born.values()), None)
         if first is not None and first.own() is None:  # if one gradient is updated, usually all others are
             self.born = {key: born for key, born in self.born.items() if born.follow()}
 
     def reached(self, module: nn.Module) -> bool:
-        """Return True if this step has created a gradient of a parameter of ``module``."""
+        """Return True if a parameter of ``module`` has got a gradient in this step."""
         return any(id(parameter) in self.born for parameter in parameters_in((module,)))
 
     def close(self) -> None:
@@ -152,10 +149,11 @@ def _is_trained(parameter: torch.Tensor) -> bool:
 
 
 class Watched:
-    """The hook of one parameter, and the gradient that the parameter got last.
+    """The hook of one parameter, and the last gradient of the parameter.
 
-    The references to the parameter and to its gradient are weak. The hook has only a weak reference to
-    :class:`Gradients`, because the garbage collector does not see PyTorch's reference to the hook.
+    The references to the parameter and to its gradient are weak. The hook also refers to :class:`Gradients`
+    weakly. The garbage collector does not see PyTorch's reference to the hook, so a cycle would never be
+    freed.
     """
 
     __slots__ = "gradient", "gradient_version", "handle", "parameter", "parameter_version"
@@ -174,7 +172,7 @@ class Watched:
         return gradient if parameter is not None and parameter.grad is gradient else None
 
     def follow(self) -> bool:
-        """Record the current gradient of the parameter; return False if it has none."""
+        """Record the current gradient of the parameter; return False if the parameter has no gradient."""
         parameter = self.parameter()
         present = None if parameter is None else parameter.grad
         if present is not None:
@@ -192,6 +190,6 @@ class Watched:
         return was_written and gradient.layout is torch.strided and not bool(gradient.any())
 
     def is_updated(self) -> bool:
-        """Return True if the parameter changed after it got its gradient."""
+        """Return True if the parameter was changed after backward stored its gradient."""
         parameter = self.parameter()
         return parameter is not None and parameter._version != self.parameter_version

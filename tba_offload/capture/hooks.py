@@ -3,15 +3,16 @@
 A session has one :class:`Capture`. Each run of an offloaded layer pushes the hooks of its own
 :class:`LayerHooks`.
 
-If ``pack`` returned the saved tensor itself, an operation that saves its own output would keep the output
-alive when backward never runs. ``pack`` therefore returns a :class:`Kept` or a :class:`Packed`.
+``pack`` returns a :class:`Kept` or a :class:`Packed`, and never the saved tensor itself. Some operations save
+their own output. If ``pack`` returned this output and backward never ran, the output would never be freed.
 
 An operation saves its inputs before its kernel runs, and the kernel may still write to an input. For example,
-the kernel of ``rrelu`` fills a noise tensor that was already saved. The bytes of a tensor without a graph are
-therefore read only after the end of the operation that saved the tensor. Autograd's node numbers show when an
-operation has ended. An operation creates its node before it saves tensors, so a higher node number means that
-the next operation has started. A tensor with a graph is complete when it is saved. An output gets its graph
-only after the kernel has run. A later write in place raises the output's version.
+the kernel of ``rrelu`` fills a noise tensor that was already saved. The noise tensor does not require a
+gradient. The bytes of a tensor that does not require a gradient are therefore read only after the operation
+that saved the tensor has ended. An operation creates its autograd node before it saves tensors. So a higher
+node number means that the next operation has started, and that the last operation has ended. A tensor that
+requires a gradient is complete when it is saved, because an output gets its node after the kernel has run. A
+later write in place raises the version of the output.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ SPARSE = 4
 RELEARN_AFTER = 32
 """Number of steps between two resets of :attr:`Capture.learned`.
 
-After a reset of ``learned``, the session offloads all activations, and learns again which activations have
-other references.
+After a reset of ``learned``, the session again offloads activations that another reference kept in memory.
+The session then learns which activations still have another reference.
 """
 
 
@@ -54,8 +55,8 @@ class Kept:
         probe: A tensor that shares the version counter of the saved tensor.
         version: The version of the saved tensor at ``pack``. ``unpack`` compares versions, because
             saved-tensor hooks switch off autograd's check.
-        view: The original view of the saved tensor, if ``tensor`` is a copy; else ``None``.
-        address: The original address of the first element, if ``tensor`` is a copy.
+        view: The original view of the saved tensor if ``tensor`` is a copy; else ``None``.
+        address: The original address of the first element if ``tensor`` is a copy.
     """
 
     __slots__ = ("address", "probe", "tensor", "version", "view")
@@ -68,7 +69,7 @@ class Kept:
         self.view: views.View | None = None
 
     def shrink(self) -> None:
-        """Replace a sparse view by a dense copy, so that its large storage can be freed."""
+        """Replace a sparse view by a dense copy, so that the large storage of the view can be freed."""
         whole = views.local_of(self.tensor)
         self.view, self.address = views.view_of(whole), whole.data_ptr()
         self.probe, self.tensor = views.version_probe(self.tensor), views.dense_copy(whole)
@@ -103,10 +104,11 @@ class Capture:
         static: The storages of the model's parameters, gradients and buffers.
         schedule: The prefetch schedule.
         trace: The trace of the current step.
-        budget_bytes: The budget of resident activations for layers placed ``auto``.
+        budget_bytes: Maximum bytes of activations in memory for layers placed ``auto``; ``None`` for no
+            limit.
         slow_kept_bytes: Bytes kept in this step because the drive was too slow.
-        learned: For each layer, the index and size of each activation that stays in memory because of other
-            references.
+        learned: For each layer, the activations that are not offloaded because another reference keeps them
+            in memory. Each entry has the index and the size of an activation.
     """
 
     def __init__(self, offloader: Offloader, *, min_tensor_bytes: int) -> None:
@@ -212,8 +214,8 @@ class Capture:
         """Start a new trace. Every :data:`RELEARN_AFTER` steps, clear :attr:`learned`.
 
         Args:
-            look_at_memory: Called when a tensor is saved or used; ``None`` if the memory meter takes no
-                samples.
+            look_at_memory: Function that takes a sample of memory. The function is called when a storage is
+                saved and when backward uses a saved tensor. ``None`` if the memory meter takes no samples.
         """
         self._step += 1
         if self._step % RELEARN_AFTER == 0:
@@ -223,14 +225,14 @@ class Capture:
         self.schedule.begin_step()
 
     def end_step(self, *, failed: bool, is_broken: bool) -> None:
-        """Clear the records of the storages of this step.
+        """Forget which storages were saved or kept in this step.
 
         Saved storages that autograd still holds stay valid.
 
         Args:
-            failed: Whether the step failed. The order of uses in a failed step is not recorded.
-            is_broken: Whether the step is in an inconsistent state, so that the offloader discards the whole
-                step.
+            failed: Whether the step failed. The order in which backward used activations in a failed step is
+                not recorded.
+            is_broken: Whether the offloader discards the step, because the step is in an inconsistent state.
         """
         self.saved.clear()
         self.kept.clear()
@@ -253,12 +255,12 @@ class Capture:
 
 
 class LayerHooks:
-    """The hooks of one scope: a context manager around the layer's forward.
+    """The saved-tensor hooks of one run of a layer. The layer's forward runs inside this context manager.
 
     Args:
         capture: The session's capture.
-        key: The scope.
-        when_slow: Whether activations may stay in memory when the window is full.
+        key: The run of the layer.
+        when_slow: Whether activations may stay in memory when the in-flight window is full.
         stays: Function that takes the bytes of an activation and returns True if the activation stays in
             memory. ``stays`` is called once for each activation, in the order of saving. If ``stays`` is
             ``None``, all activations are offloaded.
@@ -355,7 +357,7 @@ class LayerHooks:
     def _packed(
         self, tensor: torch.Tensor, local: torch.Tensor, saved: SavedStorage, place: object = None
     ) -> Packed:
-        """Return a handle of a saved storage. A new storage is recorded under the key ``place``."""
+        """Return a :class:`Packed` for a saved storage. Record a new storage under the key ``place``."""
         capture, packed = self.capture, Packed(saved)
         packed.view = local.dtype, local.shape, local.stride(), local.storage_offset()  # type: ignore[assignment]
         if place is None:
@@ -376,10 +378,11 @@ class LayerHooks:
     def _pack_sparse(
         self, tensor: torch.Tensor, local: torch.Tensor, storage: torch.UntypedStorage
     ) -> Kept | Packed:
-        """Copy a view that uses little of its storage, or that has its own version counter.
+        """Save a dense copy of a view that uses little of its storage, or that has its own version counter.
 
-        The large storage of the view can then be freed. A view without a graph stays in memory: the operation
-        may still write to it, and its storage may be the user's data set.
+        The large storage of the view can then be freed. The copy is offloaded only if the view requires a
+        gradient. A view that does not require a gradient may belong to the user's data set, or its kernel may
+        still write to the view.
         """
         capture, view, nbytes = self.capture, views.view_of(local), local.nbytes
         if nbytes < capture.min_tensor_bytes or not tensor.requires_grad:
@@ -403,7 +406,11 @@ class LayerHooks:
     # ---- tensors that stay in memory -------------------------------------------------------------
 
     def _keep(self, tensor: torch.Tensor, key: ActivationKey, nbytes: int) -> Kept | None:
-        """Keep an activation if the plan keeps it, another reference holds it, or the drive is too slow."""
+        """Keep an activation for one of three reasons; else return ``None``.
+
+        The reasons: another reference holds the activation, the plan keeps the activation, or the drive is
+        too slow.
+        """
         capture, trace = self.capture, self.capture.trace
         if (key.number, nbytes) in self._learned:  # costs no memory, so ``stays`` does not count it
             treatment = Treatment.LEARNED_KEEP
@@ -419,16 +426,13 @@ class LayerHooks:
         return Kept(tensor)
 
     def _keep_odd(self, tensor: torch.Tensor) -> Kept:
-        """Keep a tensor that cannot be rebuilt from its bytes.
-
-        Count the bytes, unless the tensor is a parameter.
-        """
+        """Keep a tensor that cannot be rebuilt from its bytes. Count its bytes unless it is a parameter."""
         if not (tensor.is_leaf and tensor.requires_grad):
             self.capture.trace.kept_bytes += tensor.numel() * tensor.itemsize
         return Kept(tensor)
 
     def _keep_few(self, tensor: torch.Tensor, nbytes: int) -> Kept:
-        """Keep only the elements of a sparse view, so that its large storage can be freed."""
+        """Keep only the elements of a sparse view, so that the large storage of the view can be freed."""
         self.capture.trace.kept_bytes += nbytes
         kept = Kept(tensor)
         if tensor.requires_grad:
@@ -439,7 +443,7 @@ class LayerHooks:
         return kept
 
     def _operation_ended(self) -> None:
-        """Mark the tensors in ``_filling`` as complete, because the operation that saved them has ended."""
+        """Mark the tensors in ``_filling`` as complete. The operation that saved these tensors has ended."""
         filled, self._filling = self._filling, []
         for each in filled:
             if isinstance(each, Kept):

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class LightningHooks:
     """Hooks that attach offloading to the model of a Lightning ``Trainer`` during ``fit``.
 
-    The hooks log the activation peak in GiB and the stall in seconds of each step with the module's
-    ``log_dict``.
+    For each step, the hooks log two figures with the module's ``log_dict``: the activation peak in GiB, and
+    the stall in seconds.
 
     Args:
         config: The policy, such as ``"fit"`` or a placement; see :func:`tba_offload.attach`. If the policy
@@ -59,9 +59,9 @@ class LightningHooks:
             pl_module.log_dict(figures)
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        """Close the session after an exception, because Lightning then calls no other hook."""
+        """Close the session after an exception, because Lightning calls no other hook afterwards."""
         self._training.end(exception)
 
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
-        """Close the session, which restores the model."""
+        """Close the session and restore the model."""
         self._training.end()

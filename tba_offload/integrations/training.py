@@ -1,4 +1,4 @@
-"""Sessions of a callback. Each training has its own session."""
+"""The session of a trainer's callback. Each call of the trainer's training function opens a new session."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 _begun: weakref.WeakSet[Session] = weakref.WeakSet()
-"""The sessions that callbacks have opened."""
+"""All sessions that callbacks have opened."""
 
 
 class Training:
@@ -61,14 +61,14 @@ class Training:
         optimizers: Sequence[Optimizer] = (),
         batch_size: int | None = None,
     ) -> None:
-        """Attach the model. Sessions that an exception has left open are closed first.
+        """Attach the model. First, close sessions that an earlier training left open after an exception.
 
         Args:
             model: The model to attach.
             optimizers: The optimizers of the model. If the policy has ``states``, the optimizers' states are
                 offloaded.
-            batch_size: Number of sequences in a step, for the run log. An option ``model_info`` replaces
-                ``batch_size``.
+            batch_size: Number of sequences in a step, for the run log. If ``model_info`` is passed as an
+                option, ``batch_size`` is ignored.
         """
         self.end()
         left = session_of(model)
@@ -84,7 +84,7 @@ class Training:
         _begun.add(self.session)
 
     def begin_step(self) -> None:
-        """Open a step, for a trainer whose optimizer updates copies of the parameters."""
+        """Open a step. A trainer calls this method if its optimizer updates copies of the parameters."""
         if self.session is not None:
             self._step = self.session.step()
             self._step.__enter__()
@@ -96,11 +96,11 @@ class Training:
             step.__exit__(None, None, None)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Close the session without recording an open step. A second call does nothing.
+        """Close the session. A step that is still open is not recorded. A second call does nothing.
 
         Args:
-            error: Exception that ended the training. After an exception, errors of the session only cause
-                warnings.
+            error: The exception that ended the training. If there was an exception, an error during closing
+                becomes a warning.
         """
         step, self._step = self._step, None
         if step is not None:
@@ -109,10 +109,7 @@ class Training:
             self.session.__exit__(None if error is None else type(error), error, None)
 
     def news(self) -> dict[str, float]:
-        """Return the activation peak and the stall of the last step.
-
-        For each step, return these figures once.
-        """
+        """Return the activation peak and the stall of the last step. A second call returns an empty dict."""
         last = self.session.last if self.session is not None else None
         if last is None or last.step == self._reported:
             return {}

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 class OffloadCallback(TrainerCallback):  # type: ignore[misc]
     """Callback that attaches offloading to the model of a ``Trainer`` during training.
 
-    The activation peak in GiB and the stall in seconds of the last step are added to the log of the trainer.
+    The callback adds two figures of the last step to the trainer's log: the activation peak in GiB, and the
+    stall in seconds.
 
     Args:
         config: The policy, such as ``"fit"`` or a placement; see :func:`tba_offload.attach`. If the policy
@@ -62,10 +63,14 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         )
 
     def _come_first(self, handler: object) -> None:
-        """Move this callback before reporting callbacks such as TensorBoard's, which read its figures.
+        """Move this callback to the front of the trainer's callbacks.
 
-        By default, a trainer calls reporting callbacks first. A hook gets no argument with the list of
-        callbacks, so the list comes from the caller's frame.
+        By default, a trainer first calls reporting callbacks, such as the callback for TensorBoard. These
+        callbacks must see the figures that this callback adds to a log entry.
+
+        Args:
+            handler: The trainer's ``CallbackHandler``. A callback's hook does not receive this object as an
+                argument, so the object is read from the frame of the hook's caller.
         """
         callbacks = getattr(handler, "callbacks", None)
         if isinstance(callbacks, list) and self in callbacks:
@@ -75,14 +80,14 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Open a step with DeepSpeed, whose optimizer updates copies of the parameters."""
+        """Open a step if the trainer uses DeepSpeed, whose optimizer updates copies of the parameters."""
         if getattr(args, "deepspeed_plugin", None) is not None:
             self._training.begin_step()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """End the step that was opened for DeepSpeed."""
+        """End the step if :meth:`on_step_begin` opened a step."""
         self._training.end_step()
 
     def on_log(
@@ -93,7 +98,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the activation peak and the stall to a log entry with a loss, and to the log history."""
+        """Add the activation peak and the stall to a log entry that has a loss, and to the log history."""
         if not logs or "loss" not in logs:
             return
         figures = self._training.news()
@@ -104,11 +109,14 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Close the session, which restores the model."""
+        """Close the session and restore the model."""
         self._training.end()
 
 
 def _sequences_of_a_step(args: TrainingArguments, state: TrainerState) -> int:
-    """Return the sequences in a step of all processes, even if the trainer searches a batch size."""
+    """Return the number of sequences in a step of all processes.
+
+    The trainer may change the batch size with ``auto_find_batch_size``, so the current batch size is used.
+    """
     at_once = getattr(state, "train_batch_size", None) or args.train_batch_size
     return int(at_once * args.gradient_accumulation_steps * args.world_size)

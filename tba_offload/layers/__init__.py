@@ -1,1 +1,1 @@
-"""Layers of a model, their arguments and outputs, and their nodes in autograd's graph."""
+"""The layers of a model, their arguments and outputs, and their nodes in autograd's graph."""

@@ -1,7 +1,7 @@
 """Find the layers of a model: blocks that run one after the other.
 
-:func:`find_layers` searches for these blocks. :func:`explicit_layers` takes the modules that the caller
-passes.
+:func:`find_layers` searches the model for layers. :func:`explicit_layers` takes the modules that the caller
+passes as layers.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from tba_offload.config.policy import LayerId, with_depths
 from tba_offload.errors import UnsupportedError
 
 Blocks = dict[str, nn.Module]
-"""The blocks of a list, by position."""
+"""The blocks of a list, by their position in the list."""
 
 State = tuple[Callable[[], Any], Callable[[Any], object]]
-"""A function that reads a state, and a function that sets it. Second runs of a layer restore this state."""
+"""A function that reads a state, and a function that sets this state. A recomputed layer restores the state
+before its second run."""
 
 
 class Switch(NamedTuple):
-    """An attribute that makes a framework checkpoint layers.
+    """An attribute that switches on a framework's own recomputation of layers.
 
     Attributes:
         name: Name of the switch in messages.
         owner: The object with the attribute.
         attribute: Name of the attribute.
-        layers: The modules that the framework checkpoints.
-        checkpoint: Runs a function with its arguments in the framework's checkpoint.
+        layers: The modules that the framework recomputes.
+        checkpoint: The framework's checkpoint function. The function takes a forward and its arguments.
     """
 
     name: str
@@ -46,17 +47,19 @@ class Switch(NamedTuple):
 
 
 class SetAside:
-    """The value of a switch that a session has set aside. As a checkpoint function, it only calls the layer.
+    """A placeholder for the value of a :class:`Switch`, while a session recomputes layers itself.
+
+    The framework may call the placeholder as its checkpoint function. The placeholder then calls the layer.
 
     Attributes:
-        value: The value of the program.
+        value: The value that the program has set.
     """
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the layer."""
+        """Call the layer without recomputation."""
         return function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
@@ -64,22 +67,26 @@ class SetAside:
 
 
 def value_of_switch(owner: object, attribute: str) -> Any:
-    """Return the program's value of a switch, also while it is set aside; ``None`` if there is none."""
+    """Return the value that the program has set for a switch; ``None`` without the attribute.
+
+    If a :class:`SetAside` replaces the value, return the replaced value.
+    """
     value = getattr(owner, attribute, None)
     return value.value if type(value) is SetAside else value
 
 
 LEAST_LEFT_OUT = 0.1
-"""Other lists of blocks are reported if they have at least this share of the parameters of the layers."""
+"""A list of blocks that is not attached is reported if it has at least this fraction of the layers'
+parameters."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that a session can place.
+    """A layer that has a placement.
 
     Attributes:
         id: The number and name of the layer, which rules of a policy match.
-        module: The module. Each call of the module is a scope.
+        module: The module.
         chunk: Index of the model chunk with the layer, in an interleaved pipeline.
     """
 
@@ -108,7 +115,7 @@ class BlockList(NamedTuple):
 
     @property
     def stack(self) -> str | None:
-        """``encoder`` or ``decoder`` if a part of the list's name is this word; else ``None``."""
+        """``encoder`` or ``decoder``, if the list's name contains this part; else ``None``."""
         return next((part for part in self.name.split(".") if part in _COUNTERPARTS), None)
 
     def __str__(self) -> str:
@@ -125,13 +132,15 @@ class LayerStack:
 
     Attributes:
         layers: The layers, in the order of their numbers.
-        micro_batch: Function that returns the framework's number of the micro-batch that a layer is about to
-            run; ``None`` to count the runs of each layer instead.
-        states: Function that returns states of the framework that second runs restore, such as its random
-            generators.
-        switches: Function that returns the framework's switches that are on and checkpoint layers.
-        checkpointed: Layers on other ranks that the framework checkpoints.
-        left_out: Other lists of blocks with a considerable share of the parameters.
+        micro_batch: Function that takes a layer before its forward, and returns the number of the
+            micro-batch. If ``micro_batch`` is ``None``, the runs of each layer are counted instead.
+        states: Function that returns the framework's states, such as random generators, that are restored
+            before a layer is recomputed.
+        switches: Function that returns the switches with which the program has told the framework to
+            recompute layers.
+        checkpointed: Layers on other ranks that the framework recomputes.
+        left_out: Lists of blocks that are not attached although they have many parameters. See
+            :data:`LEAST_LEFT_OUT`.
     """
 
     layers: tuple[Layer, ...]
@@ -143,21 +152,21 @@ class LayerStack:
 
 
 def chunks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the chunks of a model. A model without chunks is one chunk."""
+    """Return the chunks of an interleaved pipeline. Any other model is one chunk."""
     return list(model) if isinstance(model, Sequence) else [model]
 
 
 def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
     """Find the decoder or encoder layers of a model.
 
-    The layers are the blocks of one list: the ``ModuleList``, ``Sequential``, or ``ModuleDict`` with numbers
-    as keys, that has the most parameters. Other lists with blocks of the same classes are added. If the list
-    contains stages, as in Swin and ConvNeXt, the layers are the blocks of the stages.
+    The layers are the blocks of the list with the most parameters. A list is a ``ModuleList``, a
+    ``Sequential``, or a ``ModuleDict`` whose keys are numbers. Other lists with blocks of the same classes
+    are added. If the list contains stages, as in Swin and ConvNeXt, the layers are the blocks of the stages.
 
-    The blocks of a ``ModuleList`` may be of several classes, as in hybrids of attention and Mamba. An encoder
-    may have other blocks than its decoder, as in Whisper. The layers of an encoder and of its decoder are
-    numbered separately from 0. A list of one block is used only if no list is longer and if the block has
-    most of the parameters, as in ALBERT.
+    The blocks of a ``ModuleList`` may be of several classes, as in models that mix attention and Mamba. The
+    blocks of an encoder may differ from the blocks of its decoder, as in Whisper. The layers of an encoder
+    and of its decoder are numbered separately from 0. If all lists have only one block, a block with most of
+    the model's parameters is the only layer, as in ALBERT.
 
     Args:
         model: A module, or the chunks of an interleaved pipeline.
@@ -198,10 +207,14 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
 
 
 def explicit_layers(model: nn.Module | Sequence[nn.Module], modules: Sequence[nn.Module]) -> LayerStack:
-    """Return the layers that the caller passes, numbered in the given order.
+    """Return the given modules as layers, numbered in the given order.
 
-    A module that is listed several times, because its weights are shared, is one layer that runs several
-    times.
+    A module may be listed several times because its weights are shared. This module is one layer that runs
+    several times.
+
+    Args:
+        model: The model, or the chunks of an interleaved pipeline.
+        modules: The modules to attach.
 
     Raises:
         UnsupportedError: A module is not part of the model, is never called, or is inside another listed
@@ -242,7 +255,7 @@ def check_disjoint(layers: Sequence[Layer]) -> None:
 
 
 def _counted(layers: Sequence[Layer]) -> tuple[Layer, ...]:
-    """Return each layer once, with the number of layers in its ``id``. A shared module is one layer."""
+    """Return each layer once, and add the total number of layers to the id of each layer."""
     first: dict[nn.Module, Layer] = {}
     for layer in layers:
         first.setdefault(layer.module, layer)
@@ -251,7 +264,7 @@ def _counted(layers: Sequence[Layer]) -> tuple[Layer, ...]:
 
 
 def _candidates(model: nn.Module) -> str:
-    """Return the names of modules that may be layers: modules of the class with the most parameters."""
+    """Return the names of at most four modules of the class with the most parameters, for a message."""
     kinds: defaultdict[type, dict[str, nn.Module]] = defaultdict(dict)
     for name, module in model.named_modules():
         if any(module.children()) and name and not isinstance(module, nn.ModuleList | nn.ModuleDict):
@@ -264,13 +277,16 @@ def _candidates(model: nn.Module) -> str:
 
 
 def _lists(model: nn.Module) -> Iterator[tuple[str, Blocks]]:
-    """Yield the name and blocks of each list. If a list contains stages, yield the blocks in the stages."""
+    """Yield the name and blocks of each list with two or more blocks.
+
+    If a list contains stages, yield the blocks in the stages instead.
+    """
     for name, blocks in _outermost(model, least=2):
         yield name, _in_stages(blocks) or blocks
 
 
 def _only_blocks(model: nn.Module) -> Iterator[tuple[str, Blocks]]:
-    """Yield each list of one block that has most of the parameters. ALBERT calls its only block in a loop."""
+    """Yield lists with one block that has most of the parameters. ALBERT calls its only block in a loop."""
     for name, blocks in _outermost(model, least=1):
         if not isinstance(model.get_submodule(name), nn.Sequential) and _are_most(blocks.values(), [model]):
             yield name, blocks
@@ -298,12 +314,10 @@ def _members(module: nn.Module) -> Blocks:
 
 
 def _rows(members: Blocks) -> Blocks:
-    """Return the blocks inside a list of rows; return other members unchanged.
+    """Return the blocks in a ``ModuleList`` of ``ModuleList``; return other members unchanged.
 
-    The model calls the blocks of a row one after the other.
-
-    For example, the rows in models of lucidrains have an attention block and a feed-forward block. No module
-    of these models is a whole layer.
+    For example, in models of lucidrains, each inner ``ModuleList`` has an attention block and a feed-forward
+    block. The model calls these blocks itself. No module of these models is a whole layer.
     """
     if len(members) < 2 or not all(type(row) is nn.ModuleList for row in members.values()):
         return members
@@ -318,10 +332,11 @@ def _rows(members: Blocks) -> Blocks:
 def _in_stages(stages: Blocks) -> Blocks:
     """Return the blocks inside the stages of a model; an empty dict if the modules are layers.
 
-    Stages, as in Swin, have most of their parameters in lists of blocks. Stages differ in width or depth, or
-    are lists of equal blocks, such as the block groups of OLMo. Layers may contain lists of blocks too, but
-    the parameters of all layers have the same shapes. Experts are not layers, because only some experts run.
-    A block of a stage that is outside its lists, such as downsampling, is also a layer.
+    A stage, as in Swin, has most of its parameters in lists of blocks. A layer may contain lists of blocks
+    too. Stages differ from each other in width or depth, but the parameters of all layers have the same
+    shapes. Stages may also be lists of equal blocks, such as the block groups of OLMo. Experts are not
+    layers, because not all experts run. If a stage has a block outside its lists, such as downsampling, the
+    block is also a layer.
     """
     found: Blocks = {}
     listed: list[nn.Module] = []
@@ -347,7 +362,10 @@ def _in_stages(stages: Blocks) -> Blocks:
 
 
 def _are_alike(blocks: Blocks, *, may_differ: bool) -> bool:
-    """Return True if blocks can be layers: all blocks, or at least two of them, have the same class."""
+    """Return True if blocks can be layers.
+
+    All blocks must have the same class. With ``may_differ``, two blocks of the same class are enough.
+    """
     firsts = {type(block): block for block in reversed(blocks.values())}
     if not all(map(_is_block, firsts.values())):
         return False
@@ -359,17 +377,16 @@ def _are_alike(blocks: Blocks, *, may_differ: bool) -> bool:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Return True if a module is called, and has submodules and parameters.
+    """Return True if a module has a forward, submodules and parameters.
 
-    Lists of modules are never called. Some models, such as the autoencoders of latent diffusion, group the
-    parts of a stage in a bare ``nn.Module``, which has no forward.
+    A ``ModuleList`` has no forward. In some models, such as the autoencoders of latent diffusion, a stage is
+    a plain ``nn.Module`` without a forward.
     """
     has_parts = next(module.children(), None) is not None and next(module.parameters(), None) is not None
     return has_parts and _is_called(module)
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Return True if a module has its own forward."""
     forward = getattr(module, "forward", None)  # absent from some TorchScript modules
     return forward is not None and getattr(forward, "__func__", None) is not nn.Module.forward
 
@@ -379,5 +396,4 @@ def _parameter_count(blocks: Iterable[nn.Module]) -> int:
 
 
 def _are_most(some: Iterable[nn.Module], modules: Iterable[nn.Module]) -> bool:
-    """Return True if the modules in ``some`` have more than half of the parameters of ``modules``."""
     return 2 * _parameter_count(some) > _parameter_count(modules)

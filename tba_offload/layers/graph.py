@@ -1,4 +1,4 @@
-"""The part of autograd's graph that belongs to a layer."""
+"""Functions for the autograd graph of a layer, and for the versions of its saved tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def first_differentiable(output: object) -> torch.Tensor | None:
-    """Return the first tensor of a layer's output that gets a gradient in backward."""
+    """Return the first tensor in a layer's output that requires a gradient; ``None`` if there is none."""
     first = output[0] if isinstance(output, tuple) and output else output
     if isinstance(first, torch.Tensor) and first.requires_grad:  # the usual case
         return first
@@ -30,15 +30,14 @@ def first_differentiable(output: object) -> torch.Tensor | None:
 
 
 def nearest_nodes(root: Node, count: int, *, after: int) -> list[Node]:
-    """Return the first nodes of an autograd graph, breadth first from its root.
+    """Return the nodes of an autograd graph that are nearest to the root, in breadth-first order.
 
-    Nodes that accumulate gradients are left out, because these nodes belong to parameters, and the graphs of
-    several steps may share these nodes.
+    ``AccumulateGrad`` nodes are left out. These nodes belong to parameters, and several steps may share them.
 
     Args:
         root: The first node.
         count: Maximum number of nodes.
-        after: Only nodes with a sequence number above ``after`` are returned.
+        after: Nodes with a sequence number up to ``after`` are left out.
     """
     found, seen = [root], {root}
     for node in found:
@@ -52,7 +51,12 @@ def nearest_nodes(root: Node, count: int, *, after: int) -> list[Node]:
 
 
 def check_version(witness: torch.Tensor, version: int, what: object) -> None:
-    """Check that a saved tensor has not changed.
+    """Check that a saved tensor was not changed in place.
+
+    Args:
+        witness: The tensor, or a tensor that shares its version counter.
+        version: The version of the tensor when autograd saved the tensor.
+        what: Name of the tensor in the error.
 
     Raises:
         SavedTensorModifiedError: The tensor was changed in place.

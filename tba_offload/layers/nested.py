@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 MOST = 1_000
-"""Largest number of objects that are searched in one value, so that a huge structure does not delay a
+"""Maximum number of objects that are searched in one value. The limit prevents that a huge structure delays a
 step."""
 
 DEPTH = 6
-"""Number of levels of nested objects that are searched. For example, a cache that holds a list of layers,
-each with lists of tensors, has four levels."""
+"""Number of levels of nested objects that are searched. For example, a key-value cache has four levels: the
+cache, its list of layers, the lists of each layer, and the tensors."""
 
 LEAVES = (
     *(str, bytes, int, float, complex, bool, type, types.ModuleType, types.FunctionType, types.MethodType),
@@ -32,9 +32,9 @@ class TooManyError(Exception):
 
 
 def modules_in(layer: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return a module and all modules in it, without duplicates and in a reproducible order.
+    """Return a module and all its submodules, without duplicates and in a reproducible order.
 
-    ``modules_in`` takes less than half the time of ``modules()``, and is called for each run of a layer.
+    This function runs for each run of a layer, and takes less than half the time of ``module.modules()``.
     """
     found = {layer: None}
     waiting = [layer]
@@ -47,11 +47,11 @@ def modules_in(layer: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def parameters_in(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
-    """Return the parameters of modules and of all modules inside them, without duplicates.
+    """Return the parameters of modules and of all their submodules, without duplicates.
 
-    ``parameters_in`` is much faster than ``parameters()``. A step needs the list of parameters several times,
-    and adapters add thousands of small modules to a model. The modules' own ``named_parameters`` methods are
-    not called.
+    A step needs the list of parameters several times, and adapters add thousands of small modules to a model.
+    This function is therefore much faster than ``module.parameters()``. A module's own ``named_parameters``
+    method is not called.
     """
     inner = (each for module in modules for each in modules_in(module))
     held = (parameter for each in inner for parameter in each._parameters.values() if parameter is not None)
@@ -59,7 +59,7 @@ def parameters_in(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested containers and objects, in order.
+    """Yield the tensors in nested containers and in attributes of objects, in order.
 
     Raises:
         TooManyError: The value contains more than :data:`MOST` objects.

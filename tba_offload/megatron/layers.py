@@ -28,8 +28,8 @@ _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module"})
 def is_megatron(model: nn.Module | Sequence[nn.Module]) -> bool:
     """Return True if a model, or a list of model chunks, contains a transformer layer of megatron-core.
 
-    This function does not import megatron-core. The result is False if the program has not imported
-    megatron-core.
+    The function does not import megatron-core. If the program has not imported megatron-core, the result is
+    False.
     """
     layer_types = _layer_types()
     return any(isinstance(module, layer_types) for chunk in chunks_of(model) for module in chunk.modules())
@@ -42,16 +42,16 @@ def find_stack(
 
     Layer numbers start from 0 and continue over all pipeline stages and model chunks. Layer names are the
     module names without wrappers such as ``Float16Module``, with the global layer number
-    (``decoder.layers.7``). A layer id includes the stack (``encoder``) only if numbers alone are ambiguous. A
-    layer inside another layer is not listed, because the inner layer is part of the outer layer.
+    (``decoder.layers.7``). A layer id includes the stack (``encoder``) only if several stacks use the same
+    numbers. A layer inside another layer is part of the outer layer and is not listed.
 
-    Layers are sorted by chunk, and within a chunk by the order of registration. For a model of another
-    framework, the result has no layers.
+    Layers are sorted by chunk, and within a chunk by the order in which the modules were registered. For a
+    model of another framework, the result has no layers.
 
     Args:
         model: The model, or the list of model chunks on this rank, with or without wrappers.
-        gather: Function from the layer ids of this rank to the layer ids of all ranks. By default, the job
-            has no other ranks.
+        gather: Function that takes the layer ids of this rank and returns the layer ids of all ranks. By
+            default, the job has only this rank.
 
     Raises:
         UnsupportedError: A layer of the model has no ``layer_number``.
@@ -76,14 +76,14 @@ def find_stack(
 
 
 def _switches(blocks: Mapping[Any, AbstractSet[nn.Module]]) -> Iterator[Switch]:
-    """Yield a switch for each configuration under which Megatron recomputes whole layers.
+    """Yield a switch for each Megatron configuration that recomputes whole layers.
 
-    Megatron itself recomputes layers whose inputs are distributed over ranks, and layers in which a second
-    run changes FP8 scales.
+    No switch is yielded if layers use FP8 or FP4, or if Megatron distributes their saved inputs over ranks.
+    Megatron itself recomputes these layers.
 
     Args:
-        blocks: The blocks of layers, each with the attached layers in it. They are found only once, because a
-            walk through all modules takes time in each step.
+        blocks: For each block of layers, the attached layers in the block. The caller finds them once,
+            because a walk through all modules in each step takes time.
     """
     name = "recompute_granularity"
     for config in {id(block.config): block.config for block in blocks}.values():
@@ -97,7 +97,7 @@ def _switches(blocks: Mapping[Any, AbstractSet[nn.Module]]) -> Iterator[Switch]:
 
 
 def _checkpoint(run: Callable[..., object], *args: object) -> object:
-    """Run a layer in Megatron's checkpoint."""
+    """Run a layer with Megatron's activation recomputation."""
     from megatron.core import tensor_parallel
 
     return tensor_parallel.checkpoint(run, False, *args)  # noqa: FBT003 - positional in Megatron
@@ -128,15 +128,14 @@ def _put_logged(values: Mapping[str, Tensor]) -> None:
 
 
 def shorten(layers: Sequence[LayerId], everywhere: Sequence[LayerId]) -> list[LayerId]:
-    """Return the layer ids with the depths of their stacks.
+    """Remove the stack from layer ids if the layer numbers of all ranks are unique, and add stack depths.
 
-    If layer numbers are unique, the ids have no stack.
-
-    The layers of multi-token prediction continue the numbers of the decoder. Both stacks of T5 start from 0.
+    For example, the layers of multi-token prediction continue the numbers of the decoder, so the numbers are
+    unique. Both stacks of T5 start from 0, so the ids of T5 keep their stacks.
 
     Args:
-        layers: Layer ids with stacks.
-        everywhere: Layer ids of all ranks, because a single pipeline stage may have layers of only one stack.
+        layers: Layer ids of this rank, with stacks.
+        everywhere: Layer ids of all ranks. A single pipeline stage may have layers of only one stack.
     """
     stacks: dict[int, set[str | None]] = defaultdict(set)
     for layer in everywhere:
@@ -149,8 +148,8 @@ def shorten(layers: Sequence[LayerId], everywhere: Sequence[LayerId]) -> list[La
 def current_microbatch(layer: nn.Module) -> int | None:
     """Return the micro-batch number that Megatron's schedule has set, from 0; None outside of a schedule.
 
-    A schedule sets the number before each forward and does not reset the number. So the number is valid only
-    during the first forward of a layer, and never in backward.
+    A schedule sets the number before each forward and never resets the number. So the number is valid only
+    during the first run of a layer in forward, and not when backward recomputes the layer.
     """
     number: int | None = getattr(layer, "current_microbatch", None)
     return number
@@ -163,7 +162,7 @@ _LAYER_TYPES = {
 
 
 def _layer_types() -> tuple[type[nn.Module], ...]:
-    """Return the base classes of megatron-core's layers, as far as the program has imported the classes."""
+    """Return the base classes of megatron-core's layers that the program has imported."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in _LAYER_TYPES.items())
     return tuple(layer_type for layer_type in found if layer_type is not None)
 
@@ -178,9 +177,9 @@ def _outermost(chunk: nn.Module, layer_types: tuple[type[nn.Module], ...]) -> It
 
 
 def _identify(name: str, layer: nn.Module) -> LayerId:
-    """Return a layer's id with the global layer number.
+    """Return a layer's id: the global layer number, the module name, and the stack.
 
-    The stack is the part of the name before ``.layers``.
+    The stack is the part of the module name before ``.layers``.
     """
     number = getattr(layer, "layer_number", None)
     if not isinstance(number, int):
