@@ -1,4 +1,4 @@
-"""Checkpointing of layers by their framework, which a session takes over until the session closes."""
+"""Takeover of the framework's activation checkpointing by a session, until the session closes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 class Checkpointing:
     """The layers whose checkpointing a session has taken over.
 
-    The switches of the framework stay on. Only the functions that checkpoint are set aside, and each
-    :class:`Site` has the function for runs without a placement of the session.
+    A framework switches checkpointing on by a setting of a module. The settings stay on, but the session
+    replaces the checkpoint function of the framework. Each :class:`Site` keeps this function for runs in
+    which the session does not set the placement.
 
     Args:
         stack: The layers of the session.
@@ -31,7 +32,7 @@ class Checkpointing:
         may_plan: Whether the planner may recompute layers.
 
     Attributes:
-        taken: The layers, of all ranks.
+        taken: The layers whose checkpointing is taken over, on all ranks.
     """
 
     def __init__(self, stack: LayerStack, sites: Sequence[Site], *, may_plan: bool) -> None:
@@ -40,7 +41,11 @@ class Checkpointing:
         self._set_aside: dict[tuple[int, str], tuple[Switch, SetAside]] = {}
 
     def take_over(self) -> Counter[str]:
-        """Set aside all switches that are on. Return the number of new layers for each name of a switch."""
+        """Replace the checkpoint functions of all switches that are on.
+
+        Returns:
+            For each name of a switch, the number of layers whose checkpointing was newly taken over.
+        """
         found = Counter[str]()
         switched: dict[nn.Module, Switch] = {}
         for switch in (*self._switches(), *self._stack.switches()):
@@ -59,21 +64,29 @@ class Checkpointing:
         return found
 
     def close(self) -> None:
-        """Restore the switches that the program has not changed in the meantime."""
+        """Restore each checkpoint function, unless the program has replaced the function in the meantime."""
         for switch, aside in self._set_aside.values():
             if getattr(switch.owner, switch.attribute, None) is aside:
                 setattr(switch.owner, switch.attribute, aside.value)
         self._set_aside.clear()
 
     def placed(self, layer: LayerId, placement: Placement) -> Placement:
-        """Return the placement of a layer. ``placement`` is the layer's placement in the policy."""
+        """Return the placement of a layer in a run.
+
+        If the framework checkpoints a layer, the session recomputes the layer. The planner may choose another
+        placement for a layer with ``auto``.
+
+        Args:
+            layer: The layer.
+            placement: The placement of the layer in the policy.
+        """
         is_planned = placement is Placement.AUTO and self._may_plan
         if layer not in self.taken or placement.recomputes or is_planned:
             return placement
         return Placement.RECOMPUTE_OFFLOAD if placement.offloads else Placement.RECOMPUTE
 
     def _switches(self) -> Iterator[Switch]:
-        """Yield the switches of transformers and of PyTorch that are on."""
+        """Yield the checkpointing switches of ``transformers`` and of PyTorch that are on."""
         for layer in self._stack.layers:
             for part in _wrapped(layer.module):
                 name, attribute = "gradient_checkpointing", "_gradient_checkpointing_func"

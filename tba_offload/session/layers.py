@@ -1,4 +1,4 @@
-"""Runs of the layers of a session: forward with the planned placement, and hooks on backward."""
+"""Forward of attached layers with their planned placement, and hooks that observe backward."""
 
 from __future__ import annotations
 
@@ -117,7 +117,6 @@ class LayerRuns:
         return output
 
     def _run_as(self, placement: Placement, site: Site, scope: ScopeTrace, given: Arguments) -> object:
-        """Run a layer in a checkpoint, in hooks that offload its saved tensors, or without both."""
         layer, (args, kwargs) = self.recomputed[site.index], given
         if placement.recomputes:
             if not placement.offloads:
@@ -157,7 +156,8 @@ class LayerRuns:
     def _keeps_when_slow(self, placement: Placement) -> bool:
         """Return True if activations stay in memory while the drive is slow.
 
-        By default ``offload`` waits for a slow drive, and ``auto`` keeps activations until there is a plan.
+        By default, a layer with ``offload`` waits for a slow drive. A layer with ``auto`` keeps its
+        activations in memory until the first plan.
         """
         planning, has_budget = self._session.planning, self._session.budget.limits.budget is not None
         # With a budget, no activation is kept before the memory of the rest of the step was measured.
@@ -169,7 +169,7 @@ class LayerRuns:
         return not has_budget or all(each.is_offloaded for each in planning.plan.placements)
 
     def _try_out(self, placement: Placement, site: Site, scope: ScopeTrace, given: Arguments) -> object:
-        """Offload a layer, and run it a second time in backward to check that both runs agree."""
+        """Run a layer with offloading. In backward, run the layer again and compare the saved tensors."""
         layer, slow = self.recomputed[site.index], self._keeps_when_slow(placement)
         hooks = _TriedHooks(self._session.capture, scope.key, when_slow=slow)
         with hooks:
@@ -183,7 +183,7 @@ class LayerRuns:
         return output
 
     def _placement_here(self, site: Site, arguments: Sequence[object]) -> Placement:
-        """Return the planned placement, or ``keep`` if this run allows neither hooks nor a second run."""
+        """Return the planned placement, or another placement if this run does not support the planned one."""
         planning = self._session.planning
         placement: Placement = planning.plan.placements[site.index]
         if placement is Placement.KEEP:
@@ -205,7 +205,10 @@ class LayerRuns:
     # ---- what surrounds a call -------------------------------------------------------------------
 
     def _note_inputs(self, site: Site, arguments: Sequence[object]) -> int:
-        """Return the bytes of a layer's inputs. Leave the plan if the profile had smaller inputs."""
+        """Return the bytes of a layer's inputs that require gradients.
+
+        If the inputs are larger than the inputs in the planner's profile, discard the plan.
+        """
         session = self._session
         # A frozen layer saves nothing.
         if session.planning.has_budget and _has_backward(site.layer.module, arguments):
@@ -226,9 +229,9 @@ class LayerRuns:
 
 
 _TAIL = 32
-"""Number of operations next to the model's output.
+"""Number of operations before the model's output around which backward samples memory.
 
-A loss, logits and a last norm have about 20 operations.
+The logits, the loss and the last norm have about 20 operations.
 """
 
 
@@ -236,8 +239,8 @@ class BackwardWatch:
     """Observer of backward passes.
 
     Args:
-        session: The session. ``BackwardWatch`` keeps no reference to the session, because graphs refer to
-            ``BackwardWatch``.
+        session: The session. ``BackwardWatch`` keeps no reference to the session, because autograd graphs
+            keep ``BackwardWatch`` alive.
     """
 
     def __init__(self, session: Session) -> None:
@@ -245,7 +248,7 @@ class BackwardWatch:
         self._memory, self._notices = session.memory, session.notices
 
     def watch(self, site: Site, output: object, scope: ScopeTrace) -> None:
-        """Register a hook for the return of backward to a layer.
+        """Register a hook that runs when backward reaches a layer.
 
         Args:
             site: The site of the layer.
@@ -262,7 +265,7 @@ class BackwardWatch:
             step.graphs.append(weakref.ref(back))
 
     def watch_input(self, arguments: tuple[object, ...]) -> None:
-        """Register a hook for the moment when backward leaves the first layer for the embeddings.
+        """Register a hook that runs when backward leaves the first layer and reaches the embeddings.
 
         Args:
             arguments: The arguments of the layer.
@@ -272,12 +275,10 @@ class BackwardWatch:
             tensor.register_hook(partial(self._left, self._loop.step))  # type: ignore[no-untyped-call]
 
     def _left(self, step: Step | None, _: torch.Tensor) -> None:
-        """Note that backward has left the first layer of a step."""
         if step is self._loop.step and self._memory.is_on:
             self._memory.enter(EMBEDDINGS)
 
     def _came_back(self, site: Site, scope: ScopeTrace, step: Any, trace: StepTrace, _: torch.Tensor) -> None:
-        """Note that backward has returned to a run of a layer."""
         memory, loop, is_current = self._memory, self._loop, step is self._loop.step
         if is_current and site.waiting and not scope.backward_began:
             site.waiting -= 1
@@ -295,9 +296,10 @@ class BackwardWatch:
         self._loop.backward_ended()
 
     def watch_tail(self, output: object) -> None:
-        """Sample memory around the operations of backward that are nearest to the model's output.
+        """Sample memory before and after the backward operations nearest to the model's output.
 
-        Logits and loss often cause the peak of the step, which is too short for samples at fixed intervals.
+        Logits and loss often cause the memory peak of a step. The peak is too short for a thread that samples
+        memory at fixed intervals.
         """
         meter, step, tensor = self._memory.meter, self._loop.step, graph.first_differentiable(output)
         if meter is None or not meter.samples or step is None or tensor is None or tensor.grad_fn is None:
@@ -308,13 +310,12 @@ class BackwardWatch:
 
 
 class _TriedHooks(LayerHooks):
-    """Hooks of one run of an offloaded layer that backward runs a second time as a check."""
+    """Saved-tensor hooks of an offloaded layer that backward also recomputes, as a check."""
 
     trial: Trial | None = None
 
     @torch_private.untraced
     def pack(self, tensor: torch.Tensor) -> Kept | Packed:
-        """Offload a saved tensor, and show it to the trial."""
         if self.trial is not None:
             self.trial.see(tensor)
         return super().pack(tensor)
@@ -333,10 +334,11 @@ def _dimensions(arguments: Iterable[object]) -> list[int]:
 
 
 def _hooks_are_taken() -> bool:
-    """Return True if other code has set saved-tensor hooks, or forbids saved-tensor hooks.
+    """Return True if other code has set saved-tensor hooks, or if saved-tensor hooks are not possible.
 
-    With our hooks, the hooks of an outer context (a checkpoint, ``save_on_cpu``) would not see the layer.
-    Under a ``torch.func`` transform, hooks raise an error or get wrappers without a storage.
+    PyTorch calls only the innermost hooks. Hooks of an outer context, such as ``save_on_cpu``, would
+    therefore not get the saved tensors of the layer. Under a ``torch.func`` transform, hooks raise an error
+    or get tensors without a storage.
     """
     is_plain = not torch_private.is_transformed() and torch_private.hooks_are_allowed()
     return not is_plain or torch_private.hooks_on_top() is not None

@@ -1,17 +1,17 @@
 """Steps of a session. A session detects where steps begin and end, so a training loop need not mark steps.
 
 A step begins with the model's first forward that records a graph. A step contains all micro-batches up to the
-update of the model's parameters by their optimizers. A step ends
+update of the model's parameters by their optimizers. A step ends in one of four cases:
 
-* when the optimizers of all parameters with a gradient have made a step;
-* before the next forward, if only some of these optimizers have made a step;
-* when the program has dropped or zeroed the gradients without an optimizer, because the loop updates the
-  weights itself, or because a gradient scaler has skipped the update;
-* when its graph is freed without a backward pass. A step without a backward pass, as in an evaluation, is
-  not recorded.
+* The optimizers of all parameters with a gradient have made a step.
+* Some of these optimizers have made a step, and the model's next forward begins.
+* The program has dropped or zeroed the gradients, although no optimizer has made a step. Examples are a loop
+  that updates the weights itself, and a gradient scaler that skips the update.
+* The graph of the step is freed without a backward pass, as in an evaluation. A step without a backward pass
+  is not recorded.
 
-A step does not end when hooks remove gradients within backward, or when ``torch.autograd.grad`` returns
-gradients. A step never ends inside a backward pass, because optimizers may update in hooks of gradients.
+A step does not end when hooks remove gradients during backward, or when ``torch.autograd.grad`` returns
+gradients. A step never ends during a backward pass, because gradient hooks may call optimizers.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from tba_offload.session.session import Session
 
 Tokens = int | Callable[..., int | None]
-"""Number of tokens of one micro-batch, or a function of the arguments of the model's forward that returns
-this number."""
+"""Number of tokens of one micro-batch, or a function that gets the arguments of the model's forward and
+returns this number."""
 
 
 class Step:
@@ -54,31 +54,34 @@ class Step:
     Attributes:
         loss: Loss for the run log, set by the program: a number, or a tensor of one element. Setting a tensor
             does not wait for the device.
-        tokens: Number of tokens, as passed to :meth:`Session.step`; may be set inside the block. If ``None``,
-            the tokens that the model receives are counted.
-        model_flops: FLOPs, as given to :meth:`Session.step`; may be set inside the block.
-        record: The :class:`StepRecord`, once the step has ended without an exception. On an accelerator,
-            figures that the device has not computed yet are missing in this record, but not in
-            ``session.records``.
+        tokens: Number of tokens, as passed to :meth:`Session.step`. The program may set ``tokens`` inside the
+            ``with`` block. If ``None``, the tokens that the model receives are counted.
+        model_flops: Number of floating-point operations, as passed to :meth:`Session.step`. The program may
+            set ``model_flops`` inside the ``with`` block.
+        record: The :class:`StepRecord`; ``None`` until the step has ended without an exception. On an
+            accelerator, the loss and the duration may be incomplete here. ``session.records`` has the
+            complete record once the device has finished the step.
         is_traced: Whether the user asked for a timeline of this step.
-        over_time: Timeline of the step, once it has ended; ``None`` if no timeline was recorded.
-        number: Number of the step in the run log, from 1, once it has begun.
-        opened_itself: Whether the first forward opened the step, not :meth:`Session.step`.
-        meter: Meter of the memory; ``None`` if memory is not measured.
-        thread: Number of the thread that opened the step.
+        over_time: Timeline of the step; ``None`` before the end of the step, or if no timeline was recorded.
+        number: Number of the step in the run log, from 1; 0 before the step begins.
+        opened_itself: True if the model's forward opened the step, and False if the program called
+            :meth:`Session.step`.
+        meter: The memory meter; ``None`` if memory is not measured.
+        thread: Identifier of the thread that opened the step.
         began: Time at which the step began, by :func:`time.perf_counter`.
         has_failed: Whether a forward or an optimizer raised an exception in the step.
         is_skipped: Whether the gradients were dropped without an update.
-        graph_end: Sequence number, in autograd, of the output of the layer that ran last.
+        graph_end: Autograd's sequence number of the operation that made the output of the last layer.
         graphs: Weak references to hooks on the outputs of layers. Each hook lives as long as the graph of its
-            layer. A set of weak references would need finalizers, in which an interrupt is lost.
+            layer. A ``WeakSet`` would run finalizers, in which a Ctrl-C is lost.
         seen_tokens: Number of tokens that the model received.
         updates: Start and end of each optimizer step.
-        updated: Ids of the parameters that optimizers have updated. The optimizers keep these parameters
-            alive.
-        seconds: Duration of the step without optimizers, by the host's clock. If the first forward opened the
-            step, the duration ends with the last backward pass, without a wait for the device.
-        optimizer_seconds: Duration of the optimizer steps since the last step; ``None`` if there were none.
+        updated: The ``id`` of each parameter that optimizers have updated. An ``id`` stays valid, because the
+            optimizer keeps the parameter alive.
+        seconds: Duration of the step without optimizer steps, by the host's clock. If the model's forward
+            opened the step, the duration ends with the last backward pass.
+        optimizer_seconds: Duration of all optimizer steps since the end of the last step; ``None`` if there
+            were no optimizer steps.
         had_optimizer: Whether optimizers made a step between start and end of this step.
         seconds_before: Duration of the optimizer steps between the last step and this step.
     """
@@ -113,7 +116,7 @@ class Step:
         """The timeline of the step. ``timeline.write(path)`` writes a picture or a trace.
 
         Raises:
-            SessionError: No timeline was recorded, or the step has not ended or raised an exception.
+            SessionError: The step recorded no timeline, has not ended, or raised an exception.
         """
         if self.over_time is None:
             raise SessionError(
@@ -124,7 +127,9 @@ class Step:
     # ---- optimizers ------------------------------------------------------------------------------
 
     def update_times(self, backward_ends: Sequence[float]) -> list[tuple[float, float]]:
-        """Return start and end of each optimizer step, without forward and backward of a closure.
+        """Return start and end of each optimizer step.
+
+        If an optimizer ran a closure, its step starts at the end of the closure's backward.
 
         Args:
             backward_ends: Times at which backward passes ended.
@@ -135,7 +140,7 @@ class Step:
         ]
 
     def stop(self, backward_ends: Sequence[float]) -> None:
-        """Compute the durations of the step, which ends now.
+        """Compute the durations at the end of the step.
 
         Args:
             backward_ends: Times at which backward passes ended.
@@ -178,7 +183,6 @@ class Loop:
             self._install(list(_callers(session.modules, [layer.module for layer in session.layers])))
 
     def _install(self, callers: Sequence[nn.Module]) -> None:
-        """Register hooks on the model's forwards and on the steps of all optimizers."""
         own = weakref.ref(self)  # the hooks are global, and must not keep a model alive
         self._handles += [
             register_optimizer_step_pre_hook(_Hook(own, Loop._optimizer_begins)),
@@ -203,7 +207,7 @@ class Loop:
         """Begin a step.
 
         Raises:
-            SessionError: No step can begin here, the session is closed, or the process is a forked child.
+            SessionError: Another step is open, the session is closed, or the process is a forked child.
         """
         if self.is_inert:
             raise SessionError("this session belongs to the parent process. Call attach() in the child")
@@ -222,9 +226,9 @@ class Loop:
 
         Args:
             step: The step.
-            failed: Whether the step is not recorded.
-            is_broken: Whether all storages of a failed step are dropped, so that its graphs cannot be used
-                any more.
+            failed: If True, the step is not recorded.
+            is_broken: If True, all saved storages of a failed step are dropped. The graphs of the step then
+                cannot run backward any more.
         """
         if self.is_inert:
             return
@@ -237,7 +241,7 @@ class Loop:
             step.record = self.session.record_step(step)
 
     def open_step(self) -> None:
-        """Open a step at a forward, unless this forward belongs to the open step."""
+        """Open a step when a forward begins, unless this forward belongs to the open step."""
         step = self.step
         if self._updating is not None and not self._has_closure:
             self._updating = None  # the optimizer raised an exception, so its post hook did not run
@@ -256,13 +260,13 @@ class Loop:
         step.__enter__()
 
     def finish(self) -> None:
-        """End a step that opened automatically, whether or not it updated parameters."""
+        """End a step that a forward opened, even if no optimizer has updated parameters."""
         if (step := self._own_step()) is not None:
             self._miss_optimizer(step, EARLY)
             self._conclude(step)
 
     def settle(self) -> None:
-        """End a step that opened automatically and is over, unless another thread opened it."""
+        """End the open step if the step is over and a forward in this thread opened the step."""
         step = self._own_step()
         if step is not None and step.thread == threading.get_ident() and self._is_over(step):
             self._conclude(step)
@@ -274,14 +278,14 @@ class Loop:
             self.step.has_failed = True
 
     def _own_step(self) -> Step | None:
-        """Return the open step, if it opened automatically and may end here."""
+        """Return the open step if a forward opened the step. During recomputation, return ``None``."""
         step = self.step
         return step if step is not None and step.opened_itself and not is_recomputation() else None
 
     # ---- is it over? -----------------------------------------------------------------------------
 
     def _is_over(self, step: Step, *, at_forward: bool = False) -> bool:
-        """Return True if a step is over. ``at_forward`` means that one optimizer's update is enough."""
+        """Return True if a step is over. At the next forward (``at_forward``), one update is enough."""
         trace, gradients = self.session.capture.trace, self.session.gradients
         if step.has_failed or trace.in_backward:  # an exception ended the step
             return True
@@ -294,7 +298,7 @@ class Loop:
         return bool(gradients.are_cleared)
 
     def _conclude(self, step: Step) -> None:
-        """End a step that opened automatically, and record it if its backward has ended."""
+        """End a step that a forward opened. Record the step if its backward has ended."""
         trace, gradients = self.session.capture.trace, self.session.gradients
         is_broken = step.has_failed or trace.in_backward
         is_whole = not is_broken and bool(trace.backward_ends)
@@ -308,7 +312,7 @@ class Loop:
     # ---- the model -------------------------------------------------------------------------------
 
     def _model_begins(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Open a step before a forward of the model that belongs to no open step. Count the tokens."""
+        """Open a step unless the model's forward belongs to the open step, and count the tokens."""
         if self.is_inert or is_recomputation() or not torch.is_grad_enabled():
             return
         if self._outermost is None or self._outermost is module:  # the module's last forward has failed
@@ -341,10 +345,10 @@ class Loop:
     # ---- optimizers ------------------------------------------------------------------------------
 
     def _optimizer_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise failures of a step before its gradients change the weights.
+        """Raise transfer errors of a step before the optimizer changes the weights.
 
-        An optimizer may call another optimizer, or its base class. Only the optimizer step that begins last
-        is recorded.
+        A ``step`` may call the ``step`` of another optimizer or of the base class. Only the innermost call is
+        recorded.
         """
         if self.is_inert or self.session is None:
             return
@@ -383,7 +387,7 @@ class Loop:
             self._conclude(step)
 
     def _miss_optimizer(self, step: Step, passes: int) -> None:
-        """Warn if a step has many backward passes and the session never saw an optimizer of the model."""
+        """Warn if a step has at least ``passes`` backward passes, but no optimizer has updated the model."""
         session, count = self.session, len(self.session.capture.trace.backward_ends)
         is_updated = step.updates or session.optimizers or session.gradients.updated
         if count >= passes and not (is_updated or step.has_failed):
@@ -412,7 +416,7 @@ class _ModelHook(_Hook):
 
 
 def _callers(modules: Sequence[nn.Module], layers: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the modules whose forward a program may call: models and their parts, down to the layers."""
+    """Yield the modules whose forward a program may call: models, and submodules that hold all layers."""
     for module in modules:
         inside = set(module.modules())
         own = {layer for layer in layers if layer in inside and layer is not module}
@@ -441,7 +445,6 @@ def token_counter(tokens: Tokens | None) -> Callable[..., int | None]:
 
 
 def _count_ids(*args: object, input_ids: object = None, **_: object) -> int | None:
-    """Count the elements of ``input_ids``, or else of the first positional tensor of integers."""
     for given in (input_ids, *args):
         if isinstance(given, torch.Tensor) and given.dtype in {torch.int64, torch.int32}:
             return given.numel()

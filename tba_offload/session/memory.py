@@ -1,10 +1,10 @@
-"""Memory of steps: the peak, the holders of memory at the peak, and the timeline of memory.
+"""Memory measurements of a step: the peak, the kinds of data in memory at the peak, and a timeline.
 
-A meter measures live bytes. The in-flight window counts the bytes of the offloader. The bytes that a layer
-leaves in memory are measured when the next layer begins. All other bytes belong to the running layer.
+A meter measures live bytes. The in-flight window counts the bytes that the offloader holds. The bytes that a
+layer leaves in memory are measured when the next layer begins. All other bytes count for the running layer.
 
-Each measurement reads the allocator before a run of a layer. On an accelerator each reading is slow, so only
-some steps are measured: the first three, and steps whose number is a power of two.
+Detailed measurements read the allocator's statistics before each layer. On an accelerator, reading is slow,
+so only some steps are measured: the first three, and steps whose number is a power of two.
 """
 
 from __future__ import annotations
@@ -40,18 +40,21 @@ if TYPE_CHECKING:
 
 FORWARD, LOSS, BACKWARD, EMBEDDINGS = "forward", "loss", "backward", "embeddings"
 BETWEEN, UPDATE = "between", "update"
-"""``between``: from the end of a backward pass to a forward or update. ``update``: an optimizer step."""
+"""Phases of a step. ``between`` is the time from the end of a backward pass to the next forward or optimizer
+step. ``update`` is an optimizer step."""
 
 _FULLER = 1 + 1 / 64
-"""Ratio of bytes above which a later moment replaces an earlier moment as the peak of its phase."""
+"""A later measurement replaces the peak of its phase if the bytes grow by more than this factor."""
 
 _MOST = 20_000
-"""Upper limit of the runs, waits, points and transfers in a timeline, so that its line in the log has few
-MiB."""
+"""Largest number of layer runs, of waits, of points, and of transfers in a timeline.
+
+The limit keeps the line of the timeline in the run log below a few MiB.
+"""
 
 
 class Memory:
-    """Memory of the open step, relative to the live bytes at its start.
+    """Memory measurements of the open step. Activations are the live bytes above those at the step's start.
 
     Args:
         session: The session. ``Memory`` keeps no reference to the session.
@@ -64,8 +67,9 @@ class Memory:
         figures: Measured fields of the :class:`~tba_offload.report.log.StepRecord`.
         is_on: Whether memory is measured before each run of a layer.
         is_due: Whether the measurements of the open step go to the run log.
-        peaks: The moment of each phase with the largest number of live bytes.
-        left: Bytes that layers have left in memory for backward, by holder, without bytes of the offloader.
+        peaks: The measurement with the most live bytes in each phase.
+        left: Bytes that layers leave in memory for backward, by kind. Bytes that the offloader holds are
+            excluded.
     """
 
     def __init__(self, session: Session) -> None:
@@ -95,7 +99,7 @@ class Memory:
     # ---- meters ----------------------------------------------------------------------------------
 
     def meter_of_step(self) -> MemoryMeter | None:
-        """Return the meter for a step; ``None``, with a warning, if memory cannot be measured."""
+        """Return the memory meter. If memory cannot be measured, warn and return ``None``."""
         if self._meter is None:
             try:
                 self._meter = meter_of(self._device, lambda: self._gradients.nbytes + self._state_bytes)
@@ -105,7 +109,7 @@ class Memory:
         return self._meter
 
     def close(self) -> None:
-        """End the thread that samples, if there is one."""
+        """Close the memory meter and its sampling thread."""
         if self._meter is not None:
             self._meter.close()
         self._meter = None  # in a cycle, the model would stay alive
@@ -117,9 +121,9 @@ class Memory:
 
         Args:
             step: The step.
-            weights: The offloaded frozen weights.
+            weights: The offloaded frozen weights; ``None`` without offloaded weights.
             keeps: Whether all layers keep their activations.
-            wanted: Whether to measure memory before each run of a layer.
+            wanted: Whether the planner or a timeline needs a measurement before each layer.
         """
         meter, number = step.meter, step.number
         self.stop()  # the start of the last step may have been interrupted
@@ -144,17 +148,17 @@ class Memory:
             self.enter(EMBEDDINGS)
 
     def sample(self, grows_by: int = 0) -> None:
-        """Sample the live bytes, for a meter that needs samples."""
+        """Sample the live bytes, if the meter needs samples."""
         if self.meter is not None:
             self.meter.sample(grows_by)
 
     def look(self, *_: object) -> None:
-        """Measure memory at the start or end of an operation of backward."""
+        """Measure memory before or after an operation of backward."""
         if self.meter is not None:
             self.meter.cut()
 
     def pause(self) -> None:
-        """Stop measuring activations, because an optimizer step begins."""
+        """Stop measuring activations when an optimizer step begins."""
         if self.meter is not None and self._live_at_pause is None:
             self.meter.pause()
             self._live_at_pause = self.meter.live()
@@ -172,7 +176,7 @@ class Memory:
             self.enter(BETWEEN)
 
     def end(self) -> None:
-        """Read the figures of the step, which has ended."""
+        """Set :attr:`figures` at the end of the step."""
         self.figures["resident_peak_bytes"] = self._resident.read()
         if (meter := self.meter) is not None:
             peak, is_thin = max(meter.peak() - self._base, 0), meter.is_thin
@@ -189,14 +193,14 @@ class Memory:
             }
 
     def stop(self) -> None:
-        """Stop measuring. The step has ended or raised an exception."""
+        """Stop measuring at the end of a step, or after an exception."""
         self.meter, self.is_on = None, False
         if self.curve is not None:
             self.curve.stop()
 
     @property
     def beside(self) -> SeenBeside | None:
-        """Largest number of bytes outside the activations of layers; ``None`` if memory was not measured."""
+        """Largest memory use in the step without saved activations; ``None`` if memory was not measured."""
         return None if self._at_loss < 0 else SeenBeside(self._at_loss, self._beside)
 
     # ---- phases of the step ----------------------------------------------------------------------
@@ -219,7 +223,7 @@ class Memory:
         """Note that the model's forward has ended, and the loss begins.
 
         Args:
-            output: Output of the model, whose bytes are counted as long as the output is alive.
+            output: Output of the model. Its bytes are counted as long as the output is alive.
         """
         if self.meter is None:
             return
@@ -231,12 +235,12 @@ class Memory:
             self.enter(LOSS)
 
     def enter(self, phase: str, index: int | None = None, scope: ScopeKey | None = None) -> None:
-        """End the current section with a measurement, and begin the next section.
+        """Measure memory at the end of the current section of the step, and begin the next section.
 
         Args:
             phase: Phase of the next section.
             index: Index of the layer that runs; ``None`` if no layer runs.
-            scope: The run of the layer that backward has reached: the last run without a backward.
+            scope: The layer run that backward has reached; ``None`` outside of backward.
         """
         if self.meter is None or not self.is_on:
             return
@@ -267,14 +271,14 @@ class Memory:
     # ---- sums ------------------------------------------------------------------------------------
 
     def _saw(self, live: int, _aside: int) -> None:
-        """Add a sample of the meter, which may come from another thread."""
+        """Add a sample of the meter. The meter may call this method from another thread."""
         if self.is_on:
             self._note(live)
         if self.curve is not None:
             self.curve.seen(live, self.left.total())
 
     def _note(self, live: int) -> None:
-        """Add a moment, and keep the moment of the phase with the largest number of bytes."""
+        """Add a measurement, and keep the measurement of the phase with the most bytes."""
         now, schedule = self._now, self._capture.schedule
         nbytes, held = max(live - self._base, 0), self._held()
         # A meter without samples returns the largest number of bytes in a section. Layers may have held more.
@@ -298,21 +302,22 @@ class Memory:
 
 @dataclass(slots=True)
 class _Section:
-    """Section of a step between two measurements, in bytes.
+    """Section of a step between two measurements. Sizes are in bytes.
 
     Attributes:
         phase: The phase.
         layer: Index of the layer that runs, or ran last.
-        scope: The run of the layer that backward has reached.
-        left: Bytes that the run ``scope`` had left in memory for backward.
+        scope: The layer run that backward has reached.
+        left: Bytes that this layer run left in memory for backward.
         uses: Number of activations that backward had used at the start of the section.
-        beside: Bytes without a known holder at the start of the section.
+        beside: Live bytes at the start of the section that belong to no known kind of data.
         others: Live bytes at the start of the section that the offloader does not hold.
-        kept: Bytes that hooks had kept at the start of the section.
-        way: Placement of the run, once its forward has ended.
-        planned: Bytes that plans count, at the last measurement.
-        unplanned: Largest number of bytes that plans do not count.
-        whole: The value of ``unplanned`` if all activations of the run were in memory.
+        kept: Bytes that saved-tensor hooks had kept in memory at the start of the section.
+        way: Placement of the layer run; ``None`` before the end of its forward.
+        planned: Bytes that the planner predicts, at the last measurement.
+        unplanned: Largest number of bytes that the planner does not predict.
+        whole: Largest value of ``unplanned`` minus the bytes of activations that backward has used since the
+            start of the section.
     """
 
     phase: str
@@ -333,12 +338,12 @@ class _Section:
 
 
 class StepCurve:
-    """Recorder of the timeline of a step: its memory and its transfers.
+    """Recorder of the timeline of a step: memory use and transfers.
 
     Args:
-        window: The in-flight window, which counts the bytes of the offloader.
-        movers: Sources of transfers, each with the name of the data that it moves; an empty name for
-            activations.
+        window: The in-flight window, which counts the bytes that the offloader holds.
+        movers: Objects that report transfers, each with the name of the transferred data. The name of
+            activations is empty.
     """
 
     def __init__(self, window: InFlightWindow, movers: Sequence[tuple[str, Any]]) -> None:
@@ -354,7 +359,12 @@ class StepCurve:
             each.watch_moves(None)
 
     def seen(self, live: int, left: int) -> None:
-        """Add a point: ``live`` bytes in use, and the bytes that layers have ``left`` for backward."""
+        """Add a point to the memory timeline.
+
+        Args:
+            live: Live bytes.
+            left: Bytes that layers keep in memory for backward.
+        """
         window = self._window
         held = window.in_flight, window.read_ahead, window.settled, left
         self._points.append((time.perf_counter(), live, *held))
@@ -408,7 +418,10 @@ class StepCurve:
 
 
 def static_bytes(session: Session) -> dict[str, int]:
-    """Return the bytes on the session's device that last from step to step, by kind, each storage once."""
+    """Return the bytes of parameters, gradients and optimizer states on the session's device.
+
+    Each storage is counted once.
+    """
     modules, optimizers, device = session.modules, list(session.optimizers), session.device.torch_device
     parameters = [each for module in modules for each in torch.nn.Module.parameters(module)]
     buffers = chain.from_iterable(map(torch.nn.Module.buffers, modules))
@@ -424,7 +437,7 @@ def static_bytes(session: Session) -> dict[str, int]:
 
 
 def new_bytes(found: Iterable[object], device: torch.device, seen: set[int]) -> Iterator[int]:
-    """Yield the bytes of each storage of a device that was not seen before."""
+    """Yield the bytes of each storage on a device, except storages whose address is in ``seen``."""
     for each in found:
         for tensor in each if isinstance(each, list | tuple) else (each,):  # the history of LBFGS is a list
             storage = plain_storage(tensor)

@@ -86,8 +86,8 @@ class Notices:
 
         Args:
             what: Key of the warning.
-            figures: Values for the placeholders of the message; the message itself for a key without a
-                message.
+            figures: Values for the placeholders of the message. If the key has no message, the only value is
+                the message.
             category: Class of the warning.
         """
         if what not in self.said:
@@ -115,13 +115,13 @@ class Notices:
         self.warn_once("no layer", cause, category=NoEffectWarning)
 
     def stranger_updated(self, optimizer: Optimizer) -> None:
-        """Count an update by an optimizer of other parameters, until an optimizer of the model is seen."""
+        """Count an update by an optimizer without parameters of the model. Warn at update ``EARLY``."""
         self._strangers += 1
         if self._strangers == EARLY:
             self.warn_once("stale", EARLY, type(optimizer).__name__, category=NoEffectWarning)
 
     def all_frozen(self, session: Session, output: object) -> None:
-        """Warn if backward cannot start from the output of a model in which all parameters are frozen."""
+        """Warn if all parameters of a model are frozen and its output does not require a gradient."""
         weights = (weight for module in session.modules for weight in module.parameters())
         if first_differentiable(output) is None and not any(weight.requires_grad for weight in weights):
             self.warn_once("all frozen", category=NoEffectWarning)
@@ -133,7 +133,7 @@ EARLY = 3
 MOST_UNSEEN = 128
 """Number of backward passes without an update after which the step ends with a warning.
 
-Gradient accumulation may have tens of backward passes in a step.
+With gradient accumulation, a step may have tens of backward passes.
 """
 
 
@@ -163,7 +163,7 @@ def warn_of_doubts(config: OffloadConfig, layers: Sequence[LayerId], *, on_cpu: 
     """Warn about each setting without effect, or with less effect than expected.
 
     Args:
-        config: A configuration without problems.
+        config: A valid configuration.
         layers: The layers of all ranks.
         on_cpu: Whether the model is in host memory.
     """

@@ -1,7 +1,7 @@
 """Records of the steps of a session, for the program, the run log and the planner.
 
-Some figures are known only when the device has finished the step, usually during the next step. Records are
-written in the order of the steps, each when all its figures are known.
+Some figures are known only when the device has finished the step, usually during the next step. A record is
+written when all its figures are known. Records are written in the order of the steps.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _STEPS = 10_000
 """Number of records that are kept in memory."""
 
 _REMEMBERED = {MEMORY: "step", "states": "optimizer"}
-"""Kinds of events that are also kept in memory, each with a field.
+"""Maps each kind of event that is also kept in memory to the name of a field.
 
-The last event for each value of the field is kept.
+For each value of this field, the last event is kept.
 """
 
 
 def rank_of_process() -> tuple[int, int]:
-    """Return the rank of this process, and the number of ranks: 0 and 1 without ``torch.distributed``."""
+    """Return the rank of this process and the number of ranks. Without ``torch.distributed``: 0 and 1."""
     world = torch.distributed
     is_alone = not (world.is_available() and world.is_initialized())
     return (0, 1) if is_alone else (world.get_rank(), world.get_world_size())
@@ -58,13 +58,13 @@ def rank_of_process() -> tuple[int, int]:
 def run_log_path(path: str | os.PathLike[str], *, agreed: Callable[[int], int] = lambda own: own) -> Path:
     """Return a path for the run log of this process that no earlier run and no other rank uses.
 
-    The second run to ``run.jsonl`` writes ``run.2.jsonl``. Each of several processes writes its own log, such
-    as ``run.rank0.jsonl``.
+    If ``run.jsonl`` exists, the path is ``run.2.jsonl``. With several ranks, the path contains the rank, as
+    in ``run.rank0.jsonl``.
 
     Args:
         path: The path that the user gave.
-        agreed: Collective function that returns one number for all ranks. By default each rank uses its own
-            number.
+        agreed: Function that all ranks call together. The argument is the number of this rank's first free
+            path, and the result is one number for all ranks. The default returns the argument.
     """
     rank, ranks = rank_of_process()
     name = Path(path)
@@ -83,7 +83,7 @@ def run_log_path(path: str | os.PathLike[str], *, agreed: Callable[[int], int] =
 
 
 class Recorder:
-    """Recorder of steps and other events.
+    """Recorder of steps and other events, in memory and in the run log.
 
     Args:
         path: Path of the run log; ``None`` for no run log.
@@ -126,7 +126,7 @@ class Recorder:
         Args:
             record: The record, without the figures that the device has not computed yet.
             step: The step, whose loss may be on the device.
-            trace: The trace of the step, with its times by the clock of an accelerator.
+            trace: The trace of the step. On an accelerator, the trace has times by the device's clock.
 
         Returns:
             The record, complete if the device has finished the step.
@@ -162,11 +162,11 @@ class Recorder:
             self.write()
 
     def note_states(self, number: int, record: StatesRecord) -> None:
-        """Add an update of optimizer states."""
+        """Add the record of an optimizer update. ``number`` is the index of the optimizer."""
         self.note("states", {"optimizer": number, "step": self.last_step, **asdict(record)})
 
     def note_resident(self, line: str, document: dict[str, object]) -> None:
-        """Add the number of parts of optimizer states and frozen weights that are offloaded.
+        """Add a choice of the optimizer states and frozen weights that stay in memory.
 
         Args:
             line: Text for the log of the program.
@@ -219,7 +219,7 @@ def record_of(
     Args:
         session: The session.
         step: The step, which has ended.
-        loads: Bytes that each drive and host memory moved in the step.
+        loads: Transfers of each drive and of host memory in the step.
         weights: Frozen weights that were read in the step; ``None`` if no frozen weights are offloaded.
     """
     gradients, budget, prediction = session.gradients.live, session.budget, session.plan.prediction
@@ -264,11 +264,11 @@ def record_of(
 
 _MOVED = "offloaded", "read", "reread", "forwarded", "given_up", "held", "in_flight_peak"
 _SAVED = "deduplicated", "rebuilt", "kept"
-"""Byte counts of the offloader and of the trace."""
+"""Names of byte counts: ``_MOVED`` of the offloader, and ``_SAVED`` of the trace."""
 
 
 def memory_event(session: Session, step: Step) -> dict[str, object]:
-    """Return the holders of memory in a step, for the run log."""
+    """Return an event for the run log that shows which data used memory in a step."""
     memory, device = session.memory, session.device.torch_device
     layers, modules = [layer.module for layer in session.layers], session.modules
     inner = {each for layer in layers for each in layer.modules()}
@@ -326,8 +326,8 @@ def learn(session: Session, step: Step, record: StepRecord, loads: Sequence[Driv
 def _saved_at_once(trace: StepTrace) -> int:
     """Return the largest number of bytes that layers had saved at one time in a step.
 
-    With gradient accumulation, this number is below the bytes of the step, because each micro-batch frees its
-    bytes.
+    With gradient accumulation, this number is smaller than the sum over the step, because each micro-batch
+    frees its saved tensors.
     """
     saved = [(each.packed_at, each.nbytes) for each in trace.activations]
     used = [(each.unpacked_at, -each.nbytes) for each in trace.activations if each.unpacked_at is not None]
@@ -341,8 +341,8 @@ def header_of(
 
     Args:
         session: The session, with its configuration, device and store.
-        strategy: Label of the run; by default the placement and the other offloaded data, such as ``keep +
-            states + weights``.
+        strategy: Label of the run. The default label names the placement and the other offloaded data, as in
+            ``keep + states + weights``.
         model_info: Facts about the model.
         has_states: Whether optimizer states are offloaded.
     """

@@ -4,11 +4,11 @@ A step has six stages:
 
 1. The model's first forward opens the step (:class:`~tba_offload.session.loop.Loop`).
 2. :meth:`Session.begin_step` prepares the offloader and the observers.
-3. Each layer runs with its planned placement (:class:`~tba_offload.session.layers.LayerRuns`), and backward
-   returns to each layer (:class:`~tba_offload.session.layers.BackwardWatch`).
+3. Each layer runs with its planned placement (:class:`~tba_offload.session.layers.LayerRuns`). Hooks observe
+   when backward reaches a layer (:class:`~tba_offload.session.layers.BackwardWatch`).
 4. The optimizer's update ends the step.
 5. :meth:`Session.end_step` stops the observers.
-6. :meth:`Session.record_step` writes the record of the step, and the planner plans the next step.
+6. :meth:`Session.record_step` writes the record of the step. The planner then plans the next step.
 """
 
 from __future__ import annotations
@@ -63,16 +63,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that share a model, from the view of one rank.
+    """The ranks that train one model together, and the model's layers on all ranks.
 
     Attributes:
-        layers: The layers of all ranks, which the rules of a policy match.
-        rank: Number of this rank.
+        layers: The layers on all ranks. The rules of a policy select layers from this tuple.
+        rank: The rank of this process.
         ranks: Number of ranks.
-        run: Identifier of the run, in the run logs of all ranks; ``None`` for a single rank.
-        agree: Collective function of the proposal of this rank (layer name to placement) and the memory that
-            the proposal needs. The function returns the agreed placement of each layer. ``None`` for a single
-            rank.
+        run: Identifier of the training run. All ranks write the same identifier into their run logs.
+            ``None`` for a single rank.
+        agree: Function that all ranks call together to agree on placements. The arguments are the placements
+            that this rank proposes, by layer name, and the memory that these placements need. The function
+            returns the agreed placements by layer name. ``None`` for a single rank.
     """
 
     layers: tuple[LayerId, ...]
@@ -83,7 +84,7 @@ class World:
 
     @property
     def may_plan_recomputation(self) -> bool:
-        """Whether the planner can decide for all ranks that run the same layers."""
+        """Whether the planner may choose recomputation: the ranks can agree, or there are no other ranks."""
         return self.agree is not None or not has_peers()
 
 
@@ -94,42 +95,44 @@ class Session:
     updated the model's parameters. A loop may also mark a step with ``with session.step()``.
 
     Args:
-        stack: The layers.
+        stack: The layers to attach to.
         modules: The model or its chunks. Parameters and buffers of the model are never offloaded as
             activations.
-        config: The policy.
+        config: The configuration.
         run_log: Path of the run log; ``None`` for no run log.
-        strategy: Label of this run in ROK plots; by default the placement and the other offloaded data.
+        strategy: Label of this run in ROK plots. The default label names the placement of the layers and the
+            other offloaded data.
         model_info: Facts about the model for the header of the run log.
-        measure_memory: Whether to measure the activation peak. On CUDA, measuring the peak is free. On a CPU,
-            a thread samples memory, which takes a part of a core. :meth:`step` can override the setting for
-            one step.
-        world: The ranks that share the model; by default only this rank.
-        tokens: Number of tokens of one micro-batch, or a function of the arguments of the model's forward
-            that returns this number. By default, the elements of ``input_ids`` are counted, or else of the
-            first positional tensor of integers.
+        measure_memory: Whether to measure the activation peak. On CUDA, the allocator records the peak at no
+            cost. On a CPU, a thread samples memory and uses part of a core. :meth:`step` can override this
+            setting for one step.
+        world: The ranks that train the model; by default only this rank.
+        tokens: Number of tokens of one micro-batch, or a function that gets the arguments of the model's
+            forward and returns this number. By default, the session counts the elements of the keyword
+            argument ``input_ids``. Without ``input_ids``, the session counts the elements of the first
+            positional tensor of integers.
         steps_by_hand: Whether the program marks each step with :meth:`step`.
         optimizers: The optimizers whose states are offloaded too.
-        masters: Master copies among the parameters of ``optimizers``, see
+        masters: Maps each master copy among the parameters of ``optimizers`` to its model parameter. See
             :func:`tba_offload.offload_optimizer`.
-        updated_by: Optimizers that update the model; needed only with ``steps_by_hand``, because the session
-            then watches no optimizers.
+        updated_by: Optimizers that update the model. Needed only with ``steps_by_hand``: a session with
+            ``steps_by_hand`` does not find optimizers by itself.
         on_step: Functions to call with the record of each step.
-        trace_steps: Indices of the steps whose timeline is recorded.
+        trace_steps: Numbers of the steps, from 1, for which a timeline is recorded.
 
     Attributes:
-        config: The policy.
-        layers: The layers.
+        config: The configuration.
+        layers: The attached layers.
         states: The offloaded states of each optimizer.
         weights: The offloaded frozen weights; ``None`` if the policy offloads no frozen weights.
         store: The store of offloaded bytes.
         offloader: Moves bytes between memory and the store.
         capture: Captures the tensors that layers save.
         gradients: The gradients of the model.
-        planning: The plan in force, and the controller that makes new plans.
-        saved: Three numbers of bytes of the largest step: all saved bytes, the largest number at one time,
-            and the largest storage.
-        notes_inputs: Whether plans or the run log need the bytes of the inputs of layers.
+        planning: Holder of the current plan and of the controller, which makes new plans.
+        saved: Three byte counts of the step with the most saved activations: all saved activations, the most
+            activations saved at one time, and the largest activation.
+        notes_inputs: Whether the session counts the bytes of each layer's inputs, for plans or the run log.
 
     Raises:
         ConfigError: A rule of the policy has no effect.
@@ -209,7 +212,6 @@ class Session:
         self._closers.append(self.verifier.close)
 
     def _open_control(self, count_tokens: Callable[..., int | None] | None) -> None:
-        """Install the session in front of the layers, and watch the model and its optimizers."""
         limits = self._limits()
         self.budget = Budget(limits, self.planning, self.gradients.live)
         self.capture.budget_bytes = limits.budget
@@ -226,7 +228,6 @@ class Session:
         _open_sessions.add(self)
 
     def _open_states(self, optimizers: Sequence[Optimizer], masters: Mapping[Tensor, Tensor] | None) -> None:
-        """Offload the states of optimizers, and frozen weights."""
         config, modules = self.config, self.modules
         for number, optimizer in enumerate(optimizers):
             updated = partial(self.recorder.note_states, number)
@@ -249,10 +250,10 @@ class Session:
     # ---- one step, as the loop asks for it -------------------------------------------------------
 
     def begin_step(self, step: Step) -> None:
-        """Prepare for a step.
+        """Prepare the offloader and the observers for a step.
 
         Raises:
-            TransferError: A transfer failed since the last step.
+            TransferError: A transfer failed between the last step and this step.
         """
         gradients, memory, offloader = self.gradients, self.memory, self.offloader
         # Dropped handles, failures and loads since the last step, as in an evaluation, belong to no step.
@@ -295,8 +296,9 @@ class Session:
 
         Args:
             step: The step.
-            failed: Whether the step is not recorded.
-            is_broken: Whether an exception was raised in the step, so that all its storages are dropped.
+            failed: If True, the step is not recorded.
+            is_broken: If True, an exception was raised in the step, and all saved storages of the step are
+                dropped.
 
         Raises:
             TransferError: A transfer of the step failed.
@@ -318,7 +320,7 @@ class Session:
             self.raise_failures()
 
     def raise_failures(self) -> None:
-        """Raise the first failed transfer, and drop other failures, so that they do not end the next step.
+        """Raise the error of the first failed transfer. Drop other errors, so that no later step raises them.
 
         Raises:
             TransferError: A transfer failed.
@@ -364,17 +366,18 @@ class Session:
         Args:
             tokens: Number of tokens of the step, for the run log. By default the tokens that the model
                 receives are counted.
-            model_flops: FLOPs of the model in the step, without recomputation.
-            measure_memory: Whether to measure the activation peak; by default as passed to :func:`attach`.
-            trace: Whether to record a timeline, for ``step.timeline``, the run log and
-                ``tba-offload timeline``. With a timeline, the memory of the step is always measured.
+            model_flops: Number of floating-point operations of the model in the step, without recomputation.
+            measure_memory: Whether to measure the activation peak. The default is the value that was passed
+                to :func:`attach`.
+            trace: Whether to record a timeline of the step, in ``step.timeline`` and in the run log.
+                ``trace=True`` also measures memory.
 
         Returns:
             The step. After the block, its attribute ``record`` is the :class:`StepRecord`.
 
         Raises:
             SessionError: The session is closed, another step is open, or the process is a forked child. The
-                error is raised at the start of the block.
+                error is raised when the ``with`` block begins.
         """
         trace = trace or self.recorder.last_step + 1 in self._traced
         wanted = self._is_measured if measure_memory is None else measure_memory
@@ -384,7 +387,7 @@ class Session:
 
     @property
     def plan(self) -> Plan:
-        """The plan in force."""
+        """The current plan."""
         return self.planning.plan
 
     @property
@@ -396,19 +399,18 @@ class Session:
     def records(self) -> list[StepRecord]:
         """The records of the last 10,000 steps, oldest first. The run log has all steps.
 
-        Reading the records does not wait for the device. If the device has not finished a step, its record
-        has no loss that was set as a tensor, and its ``seconds`` are measured by the host's clock.
+        Reading the records does not wait for the device. Until the device has finished a step, the record of
+        the step has no loss from a tensor, and ``seconds`` is measured by the host's clock.
         """
         return self._settled().records
 
     def _settled(self) -> Recorder:
-        """Return the recorder, after ending a step that is over."""
         self.loop.settle()
         self.recorder.write()
         return self.recorder
 
     def why(self) -> Diagnosis:
-        """Return the holders of memory at the peak, and the change that helps most: ``print(session.why())``.
+        """Return a diagnosis of the memory peak: which data are in memory, and which change helps most.
 
         Raises:
             RunLogError: No step has ended yet.
@@ -418,7 +420,7 @@ class Session:
     def close(self) -> None:
         """Restore the model, and close the store and the run log. Further calls do nothing.
 
-        After an interrupt, call ``close`` again to finish the work.
+        If Ctrl-C interrupts ``close``, call ``close`` again to complete the call.
 
         Raises:
             SessionError: A step is open.
@@ -429,7 +431,7 @@ class Session:
         self._close()
 
     def say_summary(self) -> None:
-        """Log a line with the cost of the run, if at least two steps were recorded."""
+        """Log one line with the cost of the run, if an activation peak was measured after the first step."""
         self.recorder.write(wait=True)
         line = describe_run(self.recorder.log(), self._controller.keep)
         rank, ranks = rank_of_process()
@@ -447,7 +449,7 @@ class Session:
             attention.take_out()
 
     def _close(self) -> None:
-        """Close everything in reverse order. An error of one part does not stop other parts from closing."""
+        """Call the closing functions in reverse order. All functions run, even if one raises an error."""
         with ExitStack() as opened:
             for close in self._closers:
                 opened.callback(close)
@@ -462,7 +464,7 @@ class Session:
         close_after(error, self.close)
 
     def become_inert(self) -> None:
-        """Do nothing from now on, because the process is a forked child."""
+        """Switch off the session in this process, because the process is a forked child."""
         self.loop.is_inert, self.loop.step = True, None
         of_parent = self.recorder.close, self.say_summary, self.memory.close, self.store.close
         self._closers = [close for close in self._closers if close not in of_parent]
@@ -476,7 +478,7 @@ class Session:
         return Plan(tuple(map(self.checkpointing.placed, ids, placed.values())), window=window)
 
     def _take_over(self) -> bool:
-        """Take over the framework's checkpointing. Return True if it checkpoints other layers than before."""
+        """Take over the framework's checkpointing. Return True if the checkpointed layers have changed."""
         before = self.checkpointing.taken
         found = self.checkpointing.take_over()
         if found and rank_of_process()[0] == 0:
@@ -487,12 +489,12 @@ class Session:
         return self.checkpointing.taken != before
 
     def _limits(self) -> Limits:
-        """Return the limits of plans before the first step, as if the whole device was free.
+        """Return the memory limits for the first plan, without the memory that other data use on the device.
 
-        Without a budget, plans for ``auto`` layers fit the device if its memory can be measured.
+        Without a budget, ``auto`` layers get a limit that fits the device, if its memory can be measured.
 
         Raises:
-            UnsupportedError: The policy sets budget.device_bytes, and the memory cannot be measured.
+            UnsupportedError: The policy sets budget.device_bytes, but the memory cannot be measured.
         """
         config, budget = self.config, self.config.budget
         limits = Limits(budget.activation_bytes, budget.window(), config.store.write_bytes_per_day)
@@ -510,11 +512,12 @@ class Session:
     def _start_planning(self) -> None:
         """Set the first plan from the policy, and create the controller that learns from steps.
 
-        Without ``auto`` layers the controller measures the first steps, for the run log and the summary.
-        Plans continue if the framework switches checkpointing, but no placement changes.
+        Without ``auto`` layers, the controller only measures the first steps, for the run log and the
+        summary. If the placements of the policy have not changed since the last call, do nothing.
 
         Raises:
-            UnsupportedError: Placements change during training, but several ranks plan together.
+            UnsupportedError: The framework switched checkpointing during training, but several ranks plan
+                together.
         """
         config, limits, before = self.config, self.budget.limits, self._controller
         plan = self._plan_of_policy()
@@ -546,7 +549,7 @@ _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def session_of(model: nn.Module | Sequence[nn.Module]) -> Session | None:
-    """Return the open session of a model, for example in a notebook that lost the variable of the session.
+    """Return the open session of a model, for example if a notebook cell has overwritten the variable.
 
     Args:
         model: The model (with or without a wrapper), one of its layers, or its chunks.
@@ -568,7 +571,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _finish_at_exit() -> None:
-    """Record the last step of sessions that were never closed, and log the cost of their runs."""
+    """Record the last step of each session that is still open, and log the cost of its run."""
     for session in list(_open_sessions):
         if not session.loop.is_inert:
             session.planning.controller = None  # from Python 3.12, no thread can start here
