@@ -30,9 +30,9 @@ _MESSAGES = {
     "the step's record excludes this backward. Put forward and backward into one `with session.step():`",
     "cache": "the model fills a key-value cache during training. The cache keeps tensors of all "
     "layers in memory. Switch the cache off: use_cache=False, as an argument of the model or in its config",
-    "left alone": "the placement of {} has no effect, because the layer runs inside saved-tensor hooks or a "
-    "transform of the program (checkpoint, save_on_cpu, torch.func), or only within a backward pass (a "
-    "reentrant checkpoint, a loss that caches gradients)",
+    "left alone": "{} runs inside saved-tensor hooks or a transform of the program (checkpoint, save_on_cpu, "
+    "torch.func), or only within a backward pass (a reentrant checkpoint, a loss that caches gradients). "
+    "There, the placement of the layer has no effect",
     "all frozen": "the model runs with gradients enabled, but none of its parameters requires gradients, so "
     "its layers save no activations. Set requires_grad=True for the parameters to train",
     "no layer": "the model was trained, but no activation is offloaded or recomputed: {}. Close the session, "
