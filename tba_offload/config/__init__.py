@@ -350,16 +350,20 @@ def _checked(document: object, source: Source, errors: list[ConfigError], layers
         ConfigError: The document is invalid, or ``errors`` is not empty. The error lists all problems. If a
             setting is invalid, rules are not matched with the layers.
     """
+    config = None
     try:
         config = _ADAPTER.validate_python(document, context=source)
     except ValidationError as error:
         told = {each.line for each in errors if each.line}  # pydantic reports missing values again
         errors += [each for each in errors_of(error, OffloadConfig, source) if each.line not in told]
-        raise ConfigError.joined(errors) from None
-    known = (replace(rule, line=source.line(("layers", n))) for n, rule in enumerate(config.layers))
-    config = replace(config, layers=tuple(known), source=source)
-    errors += config.policy.problems(layers) if layers is not None else []
-    if errors:
+        with contextlib.suppress(ValidationError):
+            rules = document.get("layers", ()) if isinstance(document, dict) else ()
+            config = _ADAPTER.validate_python({"layers": rules}, context=source)
+    if config is not None:
+        known = (replace(rule, line=source.line(("layers", n))) for n, rule in enumerate(config.layers))
+        config = replace(config, layers=tuple(known), source=source)
+        errors += config.policy.problems(layers) if layers is not None else []
+    if errors or config is None:
         raise ConfigError.joined(errors)
     return config
 
