@@ -403,10 +403,12 @@ _SETTINGS: Any = {"use_reentrant": False, "determinism_check": "none"}
 
 def _why_never(module: nn.Module) -> str | None:
     """Return why a layer can never be recomputed; ``None`` if there is no reason."""
-    if any(hasattr(parameter, "ds_tensor") for parameter in module.parameters()):
-        return "DeepSpeed ZeRO-3 gathers its weights only while each run uses them"
-    if any(issubclass(type(inner), torch.jit.ScriptModule) for inner in module.modules()):
-        return "it contains TorchScript, which compiles a first run differently from later runs"
+    for inner in module.modules():
+        if issubclass(type(inner), torch.jit.ScriptModule):
+            return "it contains TorchScript, which compiles a first run differently from later runs"
+        for parameter in inner._parameters.values():
+            if hasattr(parameter, "ds_tensor"):
+                return "DeepSpeed ZeRO-3 gathers its weights only while each run uses them"
     for name in ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8"):  # newer, older
         if name in sys.modules and sys.modules[name].FP8GlobalStateManager.is_fp8_enabled():
             return "each of its runs changes the scaling factors of FP8"
