@@ -348,7 +348,7 @@ def _checked(document: object, source: Source, errors: list[ConfigError], layers
 
     Raises:
         ConfigError: The document is invalid, or ``errors`` is not empty. The error lists all problems. If a
-            setting is invalid, rules are not matched with the layers.
+            rule is invalid, rules are not matched with the layers.
     """
     config = None
     try:
