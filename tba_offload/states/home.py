@@ -117,7 +117,7 @@ class Home:
             try:
                 self.homes.wait(write)
             except StoreError as error:
-                remedy = "Free drive space" if isinstance(error, StoreFullError) else "Check the drive"
+                remedy = "Free some space" if isinstance(error, StoreFullError) else "Check the drive"
                 raise TransferError(
                     f"{self._what} cannot be written: {error}. {remedy}. If training has started, load a "
                     "checkpoint of the model and the optimizer"

@@ -98,7 +98,7 @@ def test_other_files_are_refused(tree: Path) -> None:
     path = tree / "megatron/training/arguments.py"
     path.write_text("# another file\n")
     before = contents(tree)
-    with pytest.raises(PatchError, match="does not match"):
+    with pytest.raises(PatchError, match="the patch does not apply"):
         Checkout.at(tree).patch()
     assert contents(tree) == before
 
