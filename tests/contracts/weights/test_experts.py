@@ -65,7 +65,8 @@ class Mixture(nn.Module):
         for number, expert in enumerate(self.experts):
             token, place = torch.where(picked == number)
             if len(token):
-                out = out.index_add(0, token, expert(x[token]) * shares[token, place, None])
+                ran = expert(x[token]) * shares[token, place, None]
+                out = out.index_add(0, token, ran.to(out.dtype))
         return out
 
 
