@@ -1,1 +1,1 @@
-"""The activations of a training step: tensors that layers save, and the order in which backward uses them."""
+"""The activations of a training step: the tensors that layers save, and when backward uses these tensors."""

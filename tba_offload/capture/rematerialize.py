@@ -1,13 +1,12 @@
-"""The hooks of layers placed ``offload-remat``: backward computes the outputs of cheap functions again.
+"""The hooks for placement ``offload-remat``: backward computes the outputs of cheap functions again.
 
-While the layer runs, a ``TorchFunctionMode`` intercepts each call of a PyTorch function. For a cheap
-function, the mode records the function, its arguments and its output. If autograd saves the output of a cheap
-function, the hooks save the arguments instead. Autograd saves most arguments of cheap functions anyway.
-Backward calls the cheap function again with the saved arguments. The digests of the first and the second
-output are compared before the optimizer's step.
+While a layer runs, a ``TorchFunctionMode`` records each call of a cheap PyTorch function. If autograd saves
+the output of this call, the hooks save the arguments of the call instead. Autograd saves most of these
+arguments anyway. Backward calls the function again with the saved arguments. The digests of the first and the
+second output are compared before the optimizer's step.
 
-A ``TorchFunctionMode`` does not see calls of autograd functions that are written in Python. The autograd
-functions in :data:`_CLASSES` are therefore wrapped.
+A ``TorchFunctionMode`` does not see calls of a ``torch.autograd.Function``. The functions in :data:`_CLASSES`
+are therefore wrapped.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ _NAMES = (
 )
 
 CHEAP = {getattr(room, x, None) for x in _NAMES.split() for room in (torch, Tensor, nn.functional)}
-"""Functions without random numbers whose time is limited by memory bandwidth."""
+"""The cheap functions. Their time is limited by memory bandwidth, and they draw no random numbers."""
 
 DEEPEST = 12
-"""Maximum number of calls in the chain that rebuilds one saved tensor."""
+"""Maximum number of calls, one on the output of the other, that rebuild one saved tensor."""
 
 _CLASSES = (
     ("megatron.core.fusions.fused_bias_gelu", "GeLUFunction"),
@@ -54,10 +53,10 @@ _CLASSES = (
     ("megatron.core.fusions.fused_bias_swiglu", "SwiGLUFunction BiasSwiGLUFunction WeightedSwiGLUFunction"),
     ("megatron.core.fusions.fused_weighted_squared_relu", "WeightedSquaredReLUFunction"),
 )
-"""Pairs of a module and the names of its cheap autograd functions."""
+"""Names of Python modules, each with the names of its cheap ``torch.autograd.Function`` classes."""
 
 _wrapped: dict[Any, Any] = {}
-"""A mapping from each wrapped class to the wrapper of its method ``apply``."""
+"""For each wrapped class, the function that replaces its method ``apply``."""
 
 
 class RematerializingHooks(LayerHooks, TorchFunctionMode):
@@ -65,9 +64,9 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
 
     Args:
         capture: The session's capture.
-        key: The run.
-        verifier: Collects the results of comparisons between forward and backward.
-        when_slow: Whether activations may stay in memory when the window is full.
+        key: The run of the layer.
+        verifier: Compares the first and the second output of each call.
+        when_slow: Whether activations may stay in memory when the in-flight window is full.
     """
 
     def __init__(self, capture: Capture, key: ScopeKey, verifier: Verifier, *, when_slow: bool) -> None:
@@ -109,7 +108,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         return _Remade(call, tensor)
 
     def _pack_argument(self, tensor: Tensor) -> object:
-        """Save an argument. An argument counts as an activation only if autograd saves it too."""
+        """Save an argument. The trace lists the argument as a source and not as an activation."""
         activations = self.capture.trace.activations
         count = len(activations)
         packed = super().pack(tensor)
@@ -118,14 +117,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         return packed
 
     def note(self, function: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Record a call if its output can be computed again from arguments that have fewer bytes.
-
-        Args:
-            function: The called function.
-            args: The positional arguments of the call.
-            kwargs: The keyword arguments of the call.
-            output: The return value of the call.
-        """
+        """Record a call if its output can be computed again and saving its arguments takes fewer bytes."""
         is_plain = isinstance(output, Tensor) and self.understands(output, self.capture.device)
         if not is_plain or output._version or output.nbytes < self.capture.min_tensor_bytes:
             return
@@ -145,9 +137,9 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         return _Argument(value, self._call_of(value), view_of(value), cost)
 
     def _call_of(self, tensor: Tensor) -> _Call | None:
-        """Return the recorded call that made a tensor or its base.
+        """Return the recorded call that computed a tensor, or the tensor of which this tensor is a view.
 
-        Return ``None`` if there is no recorded call, or if saving the tensor takes no memory.
+        Return ``None`` without a recorded call. Also return ``None`` if the tensor is in memory anyway.
         """
         if not self.understands(tensor, self.capture.device) or self._is_saved(tensor):
             return None
@@ -163,7 +155,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         return call if call is not None and call.is_of(tensor) else None
 
     def _is_saved(self, tensor: Tensor) -> bool:
-        """Return True if a tensor stays in memory anyway, or is already saved."""
+        """Return True if the tensor stays in memory anyway, or is already saved."""
         capture, storage = self.capture, tensor.untyped_storage()
         static = storage in capture.static or any(isinstance(x, nn.Parameter) for x in (tensor, tensor._base))
         is_known = capture.is_kept(storage) or capture.find(storage, tensor) is not None
@@ -173,18 +165,18 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
 class _Call:
     """A recorded call whose output can be computed again.
 
-    A recorded call has no reference to its output. After the arguments are saved, the recorded call has no
-    reference to the arguments.
+    The object does not keep the output alive. After the arguments are saved, the object does not keep the
+    arguments alive either.
 
     Args:
         function: The function that was called.
-        given: The positional and keyword arguments. Each tensor is replaced by an :class:`_Argument`.
+        given: The positional and keyword arguments, with an :class:`_Argument` in place of each tensor.
         output: The return value of the call.
         hooks: The hooks of the layer that runs.
 
     Attributes:
-        cost: Bytes that must be saved in place of the output.
-        depth: Number of calls in the longest chain of calls that rebuilds the output.
+        cost: Bytes of the arguments that must be saved in place of the output.
+        depth: Number of calls, one on the output of the other, that rebuild the output.
         digest: Digest of the output; ``None`` if autograd has not saved the output.
         waiting: Saved views of the output that backward has not used yet.
     """
@@ -204,15 +196,15 @@ class _Call:
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Return True if a tensor is a view of the output, and the output has not changed."""
+        """Return True if a tensor shares the output's storage, and the output was not changed in place."""
         return self._alive() is tensor.untyped_storage() and tensor._version == self._probe._version == 0
 
     def save_arguments(self, pack: Callable[[Tensor], object]) -> bool:
-        """Save the arguments; return False if one of them has changed since the call."""
+        """Save the arguments. Return False if an argument was changed in place after the call."""
         return all(each.save(pack) for each in self._taken.values())
 
     def storage(self, capture: Capture, verifier: Verifier) -> torch.UntypedStorage:
-        """Return the original storage of the output, if it is still usable; else a new storage."""
+        """Return the output's storage. If the original storage is not valid, compute the output again."""
         found, stream = self._alive(), capture.offloader.device.stream()
         # The owner may have freed the memory of a storage that still exists. On another stream, the bytes of
         # a storage may not be ready.
@@ -234,7 +226,7 @@ class _Call:
 
 
 class _Argument:
-    """A tensor argument of a recorded call. The argument is saved, or rebuilt by another recorded call."""
+    """A tensor argument of a recorded call. The argument is saved, or another recorded call computes it."""
 
     def __init__(self, tensor: Tensor, maker: _Call | None, view: View, cost: int) -> None:
         self._maker, self._tensor, self._view = maker, None if maker is not None else tensor, view
@@ -243,7 +235,7 @@ class _Argument:
         self._packed: Any = None
 
     def save(self, pack: Callable[[Tensor], object]) -> bool:
-        """Save the argument; return False if it has changed since the call."""
+        """Save the argument. Return False if the argument was changed in place after the call."""
         if self._maker is not None:
             return self._maker.save_arguments(pack)
         tensor, self._tensor = self._tensor, None
@@ -252,7 +244,7 @@ class _Argument:
         return self._packed is not None
 
     def value(self, capture: Capture, verifier: Verifier, call: _Call) -> Tensor:
-        """Return the argument for a repeated call."""
+        """Return the argument for the second call of the function."""
         if self._maker is not None:
             return viewed(self._maker.storage(capture, verifier), self._view)
         purpose = f"to compute {call.name} again; placement 'offload' does not need this"
@@ -262,7 +254,7 @@ class _Argument:
 
 
 class _Remade:
-    """A saved tensor that backward computes again: a view of the output of a recorded call."""
+    """A saved tensor that backward computes again. The tensor is a view of the output of a recorded call."""
 
     def __init__(self, call: _Call, tensor: Tensor) -> None:
         self.call, self.view, self.probe = call, view_of(tensor), version_probe(tensor)
@@ -270,7 +262,7 @@ class _Remade:
 
 
 def _unpack(capture: Capture, verifier: Verifier, packed: Any) -> Tensor:
-    """Return a saved tensor as :meth:`Capture.unpack` does, or compute it again."""
+    """Return a saved tensor from memory or from the store, or compute the tensor again."""
     if not isinstance(packed, _Remade):
         return capture.unpack(packed)
     check_version(packed.probe, 0, packed.call.name)
@@ -279,7 +271,7 @@ def _unpack(capture: Capture, verifier: Verifier, packed: Any) -> Tensor:
 
 
 def _wrap_classes() -> None:
-    """Wrap the loaded classes of :data:`_CLASSES`, so that modes see each call."""
+    """Wrap the imported classes of :data:`_CLASSES`, so that a ``TorchFunctionMode`` sees their calls."""
     for module, names in _CLASSES:
         for name in names.split() if module in sys.modules else ():
             found: Any = getattr(sys.modules[module], name, None)
@@ -293,7 +285,7 @@ def _wrap_classes() -> None:
 
 
 def unwrap_classes() -> None:
-    """Remove the wrappers of :data:`_CLASSES`. The next ``offload-remat`` layer wraps the classes again."""
+    """Remove the wrappers of :data:`_CLASSES`. The next layer placed ``offload-remat`` wraps them again."""
     while _wrapped:
         found, shown = _wrapped.popitem()
         del found.apply

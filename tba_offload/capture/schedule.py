@@ -1,12 +1,13 @@
 """The order in which backward uses activations, and prefetch in this order.
 
-Backward uses activations in the same order in each step, with any schedule: gradient accumulation, 1F1B or
-interleaved. Prefetch therefore follows the order recorded in the last step. In the first step, or after a
-layer's placement has changed, an activation has no recorded use. Backward is expected to use activations
-without a recorded use in reverse order of saving within their micro-batch.
+Backward uses activations in the same order in each step. This is true for gradient accumulation, and for the
+pipeline schedules 1F1B and interleaved. Prefetch therefore follows the order that the last step recorded. In
+the first step, and after a layer's placement has changed, an activation has no recorded position in this
+order. For an activation without a position, the schedule expects the reverse order of saving in its
+micro-batch.
 
-With several micro-batches in flight, backward passes alternate with forward passes. If a forward pass comes
-before the next uses, fewer activations are prefetched, because the forward pass needs the in-flight window.
+With several micro-batches in flight, forward passes come between backward passes. If a forward pass comes
+next, fewer activations are prefetched, because the forward pass needs room in the in-flight window.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class PrefetchSchedule:
-    """The expected order of uses of activations, and the position of backward in this order.
+    """The order in which backward is expected to use activations, and the position of backward in this order.
 
     Args:
-        offloader: Reads activations, as far as the in-flight window has room.
+        offloader: Reads activations while the in-flight window has room.
 
     Attributes:
-        saved: Function that adds a new saved storage.
+        saved: Function that must be called with each new saved storage.
     """
 
     def __init__(self, offloader: Offloader) -> None:
@@ -37,7 +38,7 @@ class PrefetchSchedule:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Start a step, and expect the order of uses that the last step recorded."""
+        """Start a step. The expected order is the order that the last step recorded."""
         self._refs: dict[ActivationKey, SavedRef] = {}
         self._new.clear()
         self._expect(self._recorded)
@@ -48,13 +49,13 @@ class PrefetchSchedule:
         self._in_backward = False
 
     def _expect(self, order: list[tuple[ActivationKey, int]]) -> None:
-        """Set the expected order of uses. Each use has the number of its backward pass."""
+        """Set the expected order: a list of activations, each with the number of its backward pass."""
         self._expected = order
         self._position = {key: position for position, (key, _) in enumerate(order)}
         self._next, self._last, self._pass = 0, -1, 0
 
     def abandon_step(self) -> None:
-        """Drop the records of a failed step. The next step expects the same order as the failed step."""
+        """Drop what a failed step recorded. The next step expects the same order as the failed step."""
         self._refs.clear()
         self._new.clear()
         self._recorded = self._expected
@@ -75,7 +76,7 @@ class PrefetchSchedule:
             self._offloader.prefetch(self)
 
     def reached(self) -> None:
-        """Prefetch when backward reaches a layer, even if the layer has saved nothing."""
+        """Prefetch activations when backward reaches a layer, even if the layer has saved no activation."""
         if self._new:
             self._note_saved()
         has_room = not self._in_backward or self._window.in_flight <= self._window.fills_below
@@ -88,10 +89,10 @@ class PrefetchSchedule:
         return self
 
     def __next__(self) -> tuple[SavedRef, bool]:
-        """Return the next expected activation, and whether a forward pass comes before its use.
+        """Return the next activation to prefetch, and whether a forward pass comes before its use.
 
-        If an iteration stops early, the next iteration returns the last activation again. The schedule is not
-        a generator, because a ``KeyboardInterrupt`` while a generator is closed would be lost.
+        If a loop over the schedule stops early, the next loop returns the last activation again. The schedule
+        is not a generator, because a ``KeyboardInterrupt`` while a generator is closed would be lost.
         """
         self._next += self._was_taken
         while self._next < len(self._expected):
@@ -104,10 +105,10 @@ class PrefetchSchedule:
         raise StopIteration
 
     def _note_saved(self) -> None:
-        """Add the storages that were saved since the last use.
+        """Add the storages that were saved since backward last used an activation.
 
-        With several micro-batches, the read position may pass activations that are not saved yet. When an
-        activation before the read position is saved, the read position moves back.
+        With several micro-batches, prefetch skips activations that are not saved yet. When a skipped
+        activation is saved, prefetch returns to its position.
         """
         if self._in_backward:
             self._in_backward = False
@@ -126,10 +127,10 @@ class PrefetchSchedule:
             self._insert_unexpected()
 
     def _follow(self, position: int) -> None:
-        """Set the position of backward in the expected order, and continue prefetch after this position.
+        """Set the position of backward in the expected order, and let prefetch continue after this position.
 
-        If an activation is used early, prefetch must not skip all activations before it. For example, the
-        last layer may use a mask of the first layer.
+        If backward uses an activation much earlier than expected, the position of prefetch stays. For
+        example, the last layer may use a mask of the first layer.
         """
         self._pass = self._expected[position][1]
         given_up = self._window.stats.given_up
@@ -140,7 +141,10 @@ class PrefetchSchedule:
             self._next = position + 1
 
     def _insert_unexpected(self) -> None:
-        """Insert each new activation after the activations that its micro-batch saved later."""
+        """Insert activations without a recorded position into the expected order.
+
+        Each activation follows the activation that its micro-batch saved next.
+        """
         placed = [((place, 0), expected) for place, expected in enumerate(self._expected)]
         later: dict[int, int] = {}  # for each micro-batch, the position of the activation that was saved next
         for number, key in enumerate(reversed(list(self._refs)), 1):
@@ -165,9 +169,14 @@ class PrefetchSchedule:
         return len(self._recorded)
 
     def used_bytes(self, scope: ScopeKey, since: int, until: int) -> int:
-        """Return the bytes of a scope's activations that were used between two values of :attr:`uses`.
+        """Return the bytes of those activations of one layer run that backward used in a range of uses.
 
         Activations that the offloader still counts as in memory are left out.
+
+        Args:
+            scope: The run of the layer.
+            since: Value of :attr:`uses` at the start of the range.
+            until: Value of :attr:`uses` at the end of the range.
         """
         used = (self._refs.get(key) for key, _ in self._recorded[since:until] if key.scope == scope)
         return sum(ref.nbytes for ref in used if ref is not None and not (ref.charged or ref.settled))

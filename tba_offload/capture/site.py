@@ -1,10 +1,10 @@
 """The callable that replaces the forward of an attached layer.
 
 ``torch.compile`` ends its graph at an attached layer, and starts a new graph after the layer returns. The
-compiler's hook into the interpreter (the tracer) is off in the session's code. The tracer is on in the
-layer's own forward, which becomes a separate graph. The tracer belongs to a thread and a call, so it is off
-when backward recomputes a layer. Recomputation sets the tracer of the first run, because a layer may give
-other bits without compilation.
+layer's own forward becomes a separate graph. The compiler's hook into the Python interpreter, here called the
+tracer, is off in the session's code and on in the layer's own forward. In backward, the tracer is off. When
+backward recomputes a layer, the tracer of the first run is set again, because a layer that is not compiled
+may give other bits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tba_offload.layers.find import Layer
 
 Tracer = Any
-"""The compiler's hook into the interpreter; ``None`` if nothing is compiled."""
+"""The compiler's hook into the Python interpreter; ``None`` if nothing is compiled."""
 
 _COPIES = "copies of layers, such as nn.DataParallel makes, are not offloaded. Use DistributedDataParallel"
 
@@ -41,10 +41,10 @@ Run = Callable[["Site", tuple[object, ...], dict[str, object]], object]
 class Site:
     """The callable that replaces a layer's forward while a session is open.
 
-    A ``Site`` replaces the forward instead of adding module hooks, because a ``finally`` block also runs
-    after a ``KeyboardInterrupt``. Copies and pickles of the layer get the layer's own forward, because a
-    session belongs to one model. ``nn.DataParallel`` and meta-learning make copies that share the attributes
-    of the layer, including its ``Site``. Only the calling frame shows whether the layer or a copy is called.
+    A module hook would not run after a ``KeyboardInterrupt``, but the ``finally`` block of a replaced forward
+    does. A session belongs to one model, so copies and pickles of the layer get the layer's own forward.
+    Copies that ``nn.DataParallel`` and meta-learning make share the attributes of the layer, including its
+    ``Site``. Only the calling frame shows whether the layer or a copy is called.
 
     Args:
         layer: The layer.
@@ -55,8 +55,8 @@ class Site:
         runs: Number of runs in this step.
         waiting: Number of runs in this step whose backward has not started.
         tracer: The tracer in the last call of the layer.
-        checkpoint: The checkpoint function of the framework that a session has taken over; ``None`` if the
-            framework does not checkpoint the layer.
+        checkpoint: The framework's own checkpoint function for this layer; ``None`` if the framework does not
+            recompute the layer. While a session is open, the session decides whether to recompute the layer.
     """
 
     def __init__(self, layer: Layer, index: int) -> None:
@@ -78,7 +78,7 @@ class Site:
         self.layer.module.forward = self
 
     def uninstall(self) -> None:
-        """Restore the layer's own forward: the method of its class or an attribute of the instance."""
+        """Restore the layer's own forward, which is a method of its class or an attribute of the layer."""
         module = self.layer.module
         if module.forward is not self:
             return  # another library has wrapped this object: stay inside the wrapper and pass calls through
@@ -104,7 +104,7 @@ class Site:
             switch_tracer(tracer)
 
     def _copy_in(self, caller: FrameType) -> nn.Module | None:
-        """Return the called module if it is a copy of the layer; ``None`` if it is the layer itself."""
+        """Return the called module if this module is a copy of the layer; ``None`` for the layer itself."""
         called = caller.f_locals.get("self") if caller.f_code.co_filename == CALLS else None
         layer = self.layer.module
         is_copy = called is not layer and type(called) is type(layer) and self.is_method
@@ -114,8 +114,8 @@ class Site:
         """Start a run of the layer, and return its key.
 
         Args:
-            micro_batch: Function that returns the framework's number of the micro-batch; ``None`` to count
-                runs instead.
+            micro_batch: Function that takes the layer and returns the number of the micro-batch. If
+                ``micro_batch`` is ``None``, the runs of the layer are counted instead.
         """
         layer, count = self.layer, self.runs
         number = micro_batch(layer.module) if micro_batch is not None else None
@@ -123,7 +123,7 @@ class Site:
         return ScopeKey(layer.id.number, count if number is None else number, layer.chunk, layer.id.name)
 
     def forward(self, /, *args: object, **kwargs: object) -> object:
-        """Run the layer's own forward with the tracer of the layer's last call, also in backward."""
+        """Run the layer's own forward with the tracer of the layer's last call."""
         if self.tracer is None:
             return self.own(*args, **kwargs)
         before = switch_tracer(self.tracer)
@@ -133,9 +133,9 @@ class Site:
             switch_tracer(before)
 
     def run_plainly(self, forward: Callable[..., object], args: Sequence[object], kwargs: Any) -> object:
-        """Run a forward without a placement, as the framework does: in its checkpoint, if there is one.
+        """Run a forward as without tba-offload. If the framework recomputes the layer, use its checkpoint.
 
-        A reentrant checkpoint needs tensors as positional arguments.
+        Reentrant checkpoints need tensors as positional arguments, so keyword arguments become positional.
         """
         if self.checkpoint is None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)

@@ -1,8 +1,9 @@
-"""The trace of one step: when scopes ran, which tensors they saved, and when backward used these tensors.
+"""The trace of one step: when layers ran, which tensors they saved, and when backward used these tensors.
 
-Times are host times (:func:`time.perf_counter`). An accelerator runs asynchronously, so host times show only
-when its work was submitted. If the planner needs device times, the trace also records marks on the device.
-After the step, :meth:`StepTrace.device_times` turns the marks into times.
+One run of a layer, from the start of forward to the end of its backward, is called a scope. Times are host
+times (:func:`time.perf_counter`). An accelerator runs asynchronously, so host times show only when the host
+submitted work. If the planner needs device times, the trace also records marks (events) on the device. After
+the step, :meth:`StepTrace.device_times` turns the marks into times.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class ScopeKey(NamedTuple):
 
     Attributes:
         layer: Global index of the layer, from 0.
-        micro_batch: Number of the micro-batch: the framework's own number, or a count of the layer's runs
-            from 0.
-        chunk: Model chunk of an interleaved pipeline.
+        micro_batch: Number of the micro-batch in the framework. Without this number, a count of the layer's
+            runs in the step, from 0.
+        chunk: Index of the model chunk in an interleaved pipeline.
         name: Module name of the layer.
     """
 
@@ -40,7 +41,12 @@ class ScopeKey(NamedTuple):
 
 
 class ActivationKey(NamedTuple):
-    """A storage that a scope saved. ``number`` is the index of the storage within the scope."""
+    """A storage that a run of a layer saved.
+
+    Attributes:
+        scope: The run of the layer.
+        number: Index of the storage among the storages that this run saved.
+    """
 
     scope: ScopeKey
     number: int
@@ -50,7 +56,7 @@ class ActivationKey(NamedTuple):
 
 
 class Treatment(enum.Enum):
-    """The treatment of an activation when it was saved."""
+    """What happened to an activation when autograd saved the activation."""
 
     OFFLOADED = "offloaded"
     LEARNED_KEEP = "learned keep"
@@ -60,7 +66,7 @@ class Treatment(enum.Enum):
 
 
 class ScopeTimes(NamedTuple):
-    """The times at which a scope's forward began and ended, and at which its backward began."""
+    """The times at which the forward of a scope began and ended, and at which its backward began."""
 
     forward_began: float
     forward_ended: float
@@ -68,14 +74,14 @@ class ScopeTimes(NamedTuple):
 
 
 class StepTimes(NamedTuple):
-    """The times of one step by one clock. Only differences between times are meaningful.
+    """The times of one step by one clock in seconds. Only differences between times are meaningful.
 
     Attributes:
         began: Start of the step.
         ended: End of the step.
         scopes: Times of the scopes of :meth:`StepTrace.whole_scopes`, in the same order.
-        backward_ends: Ends of the backward passes.
-        stalls: Start and end of each wait of compute for I/O, in order.
+        backward_ends: Times at which the backward passes ended.
+        stalls: Start and end of each wait for I/O, in order.
     """
 
     began: float
@@ -89,9 +95,9 @@ class StepTimes(NamedTuple):
 class ActivationTrace:
     """A storage that a scope saved. All times are host times.
 
-    Activations have no marks on the device, because there are too many activations. On an accelerator, the
-    host times of activations show only their order within a scope, and roughly the share of the scope's work
-    before each activation.
+    A step has too many activations for marks on the device. On an accelerator, the host times show the order
+    of the activations in a scope. The host times also show roughly how much of the scope's work comes before
+    each activation.
     """
 
     key: ActivationKey
@@ -108,13 +114,14 @@ class ScopeTrace:
     Attributes:
         key: The run.
         placement: The placement with which the layer ran; ``keep`` if the session did not capture the run.
-        forward_began: Start of forward.
+        forward_began: Time at which forward began.
         input_bytes: Bytes of the activations among the layer's arguments.
-        forward_ended: End of forward; 0 until forward ends.
-        backward_began: Start of backward; 0 until backward starts.
-        marks: Marks on the device at the start and end of forward and at the start of backward; empty without
-            a planner or on a CPU.
-        attention_bytes: Bytes of the output of fused attention, if only this output is offloaded.
+        forward_ended: Time at which forward ended; 0 until forward ends.
+        backward_began: Time at which backward began; 0 until backward begins.
+        marks: Marks on the device at the start and end of forward and at the start of backward. The list is
+            empty on a CPU, and if the planner does not need device times.
+        attention_bytes: Bytes of the output of fused attention, for placement
+            ``recompute-except-attention``.
         forward_gradients: Bytes of gradients that existed at the start of forward; ``None`` if not counted.
         backward_gradients: Bytes of gradients that existed at the start of backward; ``None`` if not counted.
     """
@@ -138,17 +145,18 @@ class StepTrace:
     Attributes:
         scopes: The scopes, in the order in which forward began.
         activations: The activations, in the order of saving.
-        sources: Offloaded tensors that autograd does not save, and from which placement ``offload-remat``
-            rebuilds saved tensors.
-        kept_bytes: Bytes of saved tensors that stayed in memory. A tensor stays in memory if it is too small
-            or of an unknown kind, if other references keep it alive, or if the plan keeps it. Parameters and
-            buffers are not counted. Layers placed ``keep`` run without hooks and are not counted.
+        sources: Tensors that are offloaded although autograd does not save them. Placement ``offload-remat``
+            rebuilds saved tensors from these tensors.
+        kept_bytes: Bytes of saved tensors that stayed in memory. Some tensors are too small, or of a kind
+            that cannot be offloaded. The plan keeps others, or another reference keeps them in memory.
+            Parameters, buffers and layers placed ``keep`` are not counted.
         deduplicated_bytes: Bytes of saved tensors whose storage was already saved in this step.
         rebuilt_bytes: Bytes of activations that placement ``offload-remat`` computes again.
-        left_alone: Number of scopes that were not captured, because other code had set saved-tensor hooks or
-            a transform forbade hooks.
-        backward_seconds: Time of the backward passes, from the first scope to the end of the graph.
-        backward_ends: Ends of the backward passes.
+        left_alone: Number of scopes that were not captured. In these scopes, other code had set saved-tensor
+            hooks, or a transform of ``torch.func`` forbade hooks.
+        backward_seconds: Total seconds of the backward passes. Each pass counts from its first scope to the
+            end of the graph.
+        backward_ends: Times at which the backward passes ended.
         device: The accelerator on which marks are recorded; ``None`` if no marks are recorded.
         marks: Marks on the device at the start and end of the step.
         backward_marks: Marks on the device at the ends of the backward passes.
@@ -172,7 +180,7 @@ class StepTrace:
     _backward_began: float | None = None
 
     def mark_times(self, device: Device) -> None:
-        """Record the start of the step on ``device``, and switch on all other marks of the step."""
+        """Record a mark for the start of the step on ``device``, and record all later marks too."""
         self.device, self.marks = device, [device.mark()]
 
     def end_step(self) -> None:
@@ -225,11 +233,11 @@ class StepTrace:
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward pass has begun and not ended; also True after an exception in backward."""
+        """Whether a backward pass has begun but not ended. True also after an exception in backward."""
         return self._backward_began is not None
 
     def whole_scopes(self) -> list[ScopeTrace]:
-        """Return the scopes that ran both forward and backward, in the order of their forward."""
+        """Return the scopes whose forward ended and whose backward began, in the order of forward."""
         return [scope for scope in self.scopes if scope.forward_ended and scope.backward_began]
 
     def host_times(self, stalls: Sequence[tuple[float, float]], *, began: float, ended: float) -> StepTimes:
@@ -243,15 +251,14 @@ class StepTrace:
         return StepTimes(began, ended, self.whole_scopes(), self.backward_ends, stalls)
 
     def device_times(self, stalls: Sequence[tuple[Mark, Mark]]) -> StepTimes:
-        """Wait for the end of the step, and return its times by the device's clock.
+        """Wait for the end of the step on the device, and return its times by the device's clock.
 
-        Each stall has two marks, recorded before and after a wait of the host. The device reaches the first
-        mark after all work that was submitted before the wait. If the stream also waits for bytes, the device
-        reaches the second mark when the bytes have arrived. Between the two marks of a stall, the device is
-        idle. If the device has enough work during the host's wait, the time between the two marks is zero.
+        Each stall has two marks: one recorded before the host waits for I/O, and one recorded after. Between
+        these marks, the device is idle. If the device still has work while the host waits, the time between
+        the two marks is zero.
 
         Args:
-            stalls: Marks before and after each wait for bytes.
+            stalls: Marks before and after each wait of the host.
         """
         device: Any = self.device
         scopes = [scope.marks for scope in self.whole_scopes()]
@@ -266,11 +273,11 @@ class StepTrace:
         )
 
     def device_seconds(self) -> float:
-        """Wait for the end of the step, and return its duration by the device's clock."""
+        """Wait for the end of the step on the device, and return its duration by the device's clock."""
         device: Any = self.device
         began, ended = device.seconds(self.marks)
         return float(ended - began)
 
     def forward_seconds(self) -> float:
-        """Return the total time of the layers' forward."""
+        """Return the total seconds of forward in all layers, in host time."""
         return sum(s.forward_ended - s.forward_began for s in self.scopes if s.forward_ended)

@@ -1,11 +1,11 @@
 """Saved tensors as views of storages.
 
-A storage object identifies an activation. An address or an ``id()`` cannot identify an activation, because
-both are reused. PyTorch returns the same Python object for a storage as long as the storage exists. A weak
-reference to the Python object of a storage stays valid even if only C++ code holds the storage.
+An activation is identified by its storage object. Addresses and ``id()`` cannot identify an activation,
+because they are reused. PyTorch returns the same Python object for a storage as long as the storage exists. A
+weak reference to this Python object stays valid even if only C++ code holds the storage.
 
-A distributed tensor (``DTensor``) is identified by the storage of its local tensor, which has the bytes of
-this rank. The version is read from the ``DTensor``, because operations on a ``DTensor`` do not change the
+A distributed tensor (``DTensor``) is identified by the storage of its local tensor, which contains the bytes
+of this rank. The version is read from the ``DTensor``, because operations on a ``DTensor`` do not change the
 version of its local tensor.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tba_offload.device import Device
 
 View = tuple[torch.dtype, "Sequence[int]", "Sequence[int]", int]
-"""The dtype, shape, strides and offset of a tensor in its storage. Strides and offset count elements."""
+"""The dtype, shape, strides and storage offset of a tensor. Strides and offset count elements."""
 
 
 def view_of(tensor: torch.Tensor) -> View:
@@ -42,9 +42,9 @@ def viewed(storage: torch.UntypedStorage, view: View, start: int = 0) -> torch.T
     """Return the tensor that ``view`` describes, with its own version counter.
 
     Args:
-        storage: The bytes.
-        view: The dtype, shape, strides and offset of the tensor.
-        start: First byte of the payload in the storage.
+        storage: The storage with the bytes of the tensor.
+        view: The dtype, shape, strides and storage offset of the tensor.
+        start: Number of bytes in ``storage`` before the bytes to which the offset refers.
     """
     dtype, shape, stride, offset = view
     return blank(dtype, storage.device).data.set_(storage, offset + start // dtype.itemsize, shape, stride)
@@ -65,10 +65,8 @@ def spread_out(
 ) -> ByteRange:
     """Write the elements of a dense copy into new memory, with the strides of the original view.
 
-    Bytes between the elements are undefined.
-
-    Kernels may choose their code path by strides, and by the address of the first element modulo a cache
-    line.
+    Kernels may choose their code path by the strides, and by the alignment of the first element in a cache
+    line. Both are therefore restored. Bytes between the elements are undefined.
 
     Args:
         dense: The elements, as :func:`dense_copy` returned them.
@@ -99,8 +97,8 @@ def _distinct(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
 def version_probe(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that shares the version counter of ``tensor`` but not its memory.
 
-    Saved-tensor hooks switch off autograd's check for changes in place, so ``unpack`` compares versions.
-    Before ``unpack``, the session needs the version counter but not the memory of the tensor.
+    Saved-tensor hooks switch off autograd's check for changes in place, so ``unpack`` compares versions. The
+    returned tensor keeps the version counter alive, but not the memory.
     """
     probe, empty = tensor.detach(), blank(tensor.dtype, tensor.device)
     if type(probe) is torch.Tensor:
@@ -113,8 +111,8 @@ def version_probe(tensor: torch.Tensor) -> torch.Tensor:
 def restore(storage: torch.UntypedStorage, view: View, probe: torch.Tensor, start: int = 0) -> torch.Tensor:
     """Return the tensor that ``view`` describes, with the version counter of ``probe``.
 
-    If the returned tensor is changed in place, the next ``unpack`` of the same saved tensor fails, as with
-    autograd's own check.
+    If the returned tensor is changed in place, the next ``unpack`` of the same saved tensor raises an error,
+    as autograd's own check does.
     """
     tensor = probe.detach()
     if type(tensor) is not torch.Tensor:
@@ -126,7 +124,7 @@ def restore(storage: torch.UntypedStorage, view: View, probe: torch.Tensor, star
 
 
 def _put(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Replace the bytes of a detached tensor, but not its version counter and its distribution."""
+    """Replace the bytes of a detached tensor. Its version counter and its distribution stay the same."""
     if _is_distributed(tensor):
         tensor._local_tensor = data  # type: ignore[attr-defined]
     else:
@@ -156,10 +154,10 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_understood(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Return True if ``tensor`` is a plain strided tensor on ``device`` that its bytes can rebuild.
+    """Return True if ``tensor`` is a plain strided tensor on ``device`` that can be rebuilt from its bytes.
 
-    Return False for subclasses, sparse, quantized and functorch tensors, lazy conjugates, implicit zeros, and
-    elements at unaligned addresses.
+    Return False for tensor subclasses, sparse and quantized tensors, and wrappers of ``torch.func``. Also
+    return False for lazy conjugates, implicit zeros, and elements at unaligned addresses.
     """
     if type(tensor) not in _PLAIN or tensor.device != device:
         return False
@@ -179,10 +177,10 @@ def is_understood(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 class StaticStorages:
-    """The storages that live as long as the model: parameters, gradients and buffers.
+    """The storages of the model's parameters, gradients and buffers.
 
-    Membership is by storage, so views of a parameter are included, and also Megatron's flat buffers of
-    parameters and gradients (``main_grad``).
+    A view of a parameter has the same storage and is therefore included. Megatron's flat buffers of
+    parameters and gradients (``main_grad``) are included too.
 
     Attributes:
         addresses: Weak references to the storages, by the address of the storage object.
@@ -192,7 +190,7 @@ class StaticStorages:
         self.addresses: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def refresh(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Collect the storages again, between steps, because optimizers may replace storages."""
+        """Collect the storages again between steps, because optimizers may replace storages."""
         with without_subclasses():  # otherwise an offloaded frozen weight would be read from the store
             tensors = filter(_has_storage, chain.from_iterable(map(_static_tensors, modules)))
             storages = (local_of(tensor).untyped_storage() for tensor in tensors)
@@ -205,7 +203,7 @@ class StaticStorages:
 
 
 def _static_tensors(module: torch.nn.Module) -> list[Any]:
-    """Return parameters, their gradients and buffers; some entries are ``None``."""
+    """Return the parameters of a module, their gradients and its buffers. Some items are ``None``."""
     found: list[Any] = []
     for inner in modules_in(module):
         found += inner._buffers.values()
@@ -219,7 +217,7 @@ def _static_tensors(module: torch.nn.Module) -> list[Any]:
 
 
 def _has_storage(tensor: object) -> bool:
-    """Return True if a tensor has bytes of its own. Wrappers of transforms have no bytes."""
+    """Return True if a tensor has a storage. Wrappers inside transforms of ``torch.func`` have no storage."""
     if not isinstance(tensor, torch.Tensor) or is_lazy(tensor):
         return False
     return tensor.layout is torch.strided and not is_transform_wrapper(tensor)

@@ -1,1 +1,1 @@
-"""Recomputation of layers: a second run in backward, and its comparison with the first run."""
+"""Recomputation of layers: backward runs a layer again, and compares this second run with the first run."""

@@ -1,9 +1,9 @@
-"""Arguments of a layer for its second run, in the state that they had before the first run.
+"""Arguments of a layer for its second run, in the state before the first run.
 
-The checkpoint saves all tensors among the arguments, including tensors in lists, dicts and tuples. Hooks
-around the checkpoint may offload the tensors that the checkpoint saves. Lists and dicts that layers share are
-copied before the first run. A key-value cache of transformers is replaced by an empty cache, because the
-layer must not append to the cache twice.
+PyTorch's checkpoint saves all tensors among the arguments, including tensors in lists, dicts and tuples.
+Saved-tensor hooks around the checkpoint may offload these tensors. Lists and dicts are copied, because other
+layers may change them. A key-value cache of transformers is replaced by an empty cache, because the layer
+must not append to the cache twice.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Place(NamedTuple):
-    """The index that replaces a tensor of the arguments."""
+    """The index that replaces a tensor among the arguments."""
 
     number: int
 
 
 def take_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return ``value`` with its tensors replaced by indices. Append the tensors to ``tensors``."""
+    """Return ``value`` with an index in place of each tensor. Append each tensor to ``tensors``."""
     # Autograd cannot save tensors that were created in inference mode.
     if isinstance(value, torch.Tensor) and not value.is_inference():
         tensors.append(value)
@@ -41,14 +41,14 @@ def take_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def put_together(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Undo :func:`take_apart`. The lists, dicts and caches of the result are new objects."""
+    """Undo :func:`take_apart`. The lists, dicts and key-value caches in the result are new objects."""
     if type(value) is _Place:
         return tensors[value.number]
     return _rebuilt(value, lambda part: put_together(part, tensors))
 
 
 def _rebuilt(value: Any, change: Any) -> Any:
-    """Return a copy of a container with every part changed. Return any other value unchanged."""
+    """Return a copy of a container, with ``change`` applied to each item. Return other values unchanged."""
     kind = type(value)
     if kind in (list, tuple):
         return kind(change(part) for part in value)
@@ -70,7 +70,7 @@ def is_cache(value: object) -> bool:
 
 
 def _emptied(cache: Any) -> Any:
-    """Return a copy of a key-value cache without the keys and values of earlier layers."""
+    """Return a copy of a key-value cache without keys and values."""
     new = _copied(cache)  # some models keep other states in the cache
     if hasattr(cache, "self_attention_cache"):  # a cache for an encoder and a decoder
         new.self_attention_cache = _emptied(cache.self_attention_cache)
@@ -81,7 +81,7 @@ def _emptied(cache: Any) -> Any:
 
 
 def _is_filled(layer: Any) -> bool:
-    """Return True if a layer of a key-value cache has data. Each kind of cache has its own flags for this."""
+    """Return True if the cache of one layer has data. Each class of caches has its own flags for this."""
     flags = (flag for name, flag in vars(layer).items() if name.endswith("initialized"))
     return isinstance(layer, _Gone) or any(any(f.values()) if type(f) is dict else f for f in flags)
 
@@ -96,7 +96,7 @@ def _copied(cache: Any) -> Any:
 
 
 class _Gone:
-    """A placeholder for the keys and values of another layer, or of another forward."""
+    """A placeholder for keys and values that another layer, or another forward, has put into the cache."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

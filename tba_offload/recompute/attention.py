@@ -1,15 +1,16 @@
-"""Attention that the second run of a layer does not compute again.
+"""Recomputation of a layer without its attention: the output of attention is saved and reused.
 
-The first run offloads the output of attention.
+The first run of the layer offloads the output of attention. The second run reads this output back.
 
-On the way from autograd to a device's kernels, PyTorch's dispatcher passes the key ``BackendSelect``, which
-does nothing for operations on tensors. This module registers a function at ``BackendSelect`` for each
-operation of fused attention. The registered function checks whether the current thread runs a layer that
-reuses attention. Attention of other layers runs unchanged. PyTorch's own selective checkpoint uses a dispatch
-mode, which would make some operations choose other kernels.
+Between autograd and a device's kernels, PyTorch's dispatcher handles the key ``BackendSelect``. For
+operations on tensors, PyTorch registers nothing at this key. This module registers a function at
+``BackendSelect`` for each operation of fused attention. The function checks whether the current thread runs a
+layer that reuses attention. Attention of other layers runs unchanged. PyTorch's own selective checkpoint uses
+a dispatch mode instead. With a dispatch mode, some operations would choose other kernels.
 
-Attention is reused only if its call requires a gradient and draws no random numbers. If a call that draws
-random numbers were skipped, later operations would get other random numbers.
+The output of attention is not reused if attention draws random numbers. If the second run skipped these
+random numbers, later operations would draw other random numbers. The output is also not reused if none of the
+inputs of attention requires a gradient.
 """
 
 from __future__ import annotations
@@ -39,15 +40,16 @@ of another package only after that package is imported."""
 
 
 class AttentionOnce:
-    """The forward of one run of a layer. The first call computes attention. Later calls reuse its output.
+    """The forward of a layer. The first call computes attention. Later calls reuse the output of attention.
 
     Args:
-        forward: Runs the layer.
-        pack: Function that saves an output of attention in the first call.
-        unpack: Function that returns a packed output of attention. ``unpack`` may be called several times.
+        forward: Function that runs the layer.
+        pack: Function that saves an output of attention, and returns a handle of the saved output.
+        unpack: Function that takes a handle and returns the saved output. Each recomputation of the layer
+            calls ``unpack`` again.
 
     Attributes:
-        nbytes: Bytes of the packed outputs.
+        nbytes: Bytes of the saved outputs.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class AttentionOnce:
             return self._forward(*args, **kwargs)
 
     def _take(self, pack: Callable[[Tensor], Any], operation: object, run: Callable[[], Any]) -> Any:
-        """Compute attention, and pack its outputs."""
+        """Compute attention, and save its outputs."""
 
         def taken(output: Any) -> tuple[bool, Any]:
             if not isinstance(output, torch.Tensor):
@@ -95,10 +97,8 @@ class AttentionOnce:
 
 
 _thread = threading.local()
-"""The function that replaces attention on this thread.
-
-The function's arguments are the operation and the original implementation.
-"""
+"""``_thread.instead`` is the function that replaces attention on the current thread, or ``None``. Its
+arguments are the operation, and a function that runs the original kernel."""
 
 
 @contextmanager
@@ -112,11 +112,11 @@ def _attention_replaced(instead: Callable[[Any, Callable[[], Any]], Any] | None)
 
 
 _registered: dict[str, Any] = {}
-"""The libraries with our functions for operations, by the name of the operation."""
+"""For each operation of fused attention, the ``torch.library.Library`` that replaces the operation."""
 
 
 def _register_all() -> None:
-    """Register our function for each loaded operation of :data:`OPERATIONS`."""
+    """Replace each operation in :data:`OPERATIONS` that is loaded and not replaced yet."""
     for name in OPERATIONS:
         if name not in _registered:
             namespace, word = name.split("::")
@@ -126,10 +126,7 @@ def _register_all() -> None:
 
 
 def take_out() -> None:
-    """Remove our functions from all operations.
-
-    The next :class:`AttentionOnce` registers our functions again.
-    """
+    """Restore PyTorch's attention. The next :class:`AttentionOnce` replaces the operations again."""
     while _registered:
         _registered.popitem()[1]._destroy()
 

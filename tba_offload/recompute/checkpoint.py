@@ -1,9 +1,11 @@
 """Recomputation of a layer: PyTorch's checkpoint, and a check that the second run equals the first.
 
-The layer runs in PyTorch's checkpoint, and hooks compute a digest of the tensors that the layer saves. The
-state of the layer is inspected before and after its first run in each mode (:mod:`purity`). When backward
-unpacks the first saved tensor, the layer runs again in hooks that compute a digest. At the end of the second
-run, the digests of both runs are compared (:mod:`verify`).
+In its first run, the layer runs in PyTorch's checkpoint. Saved-tensor hooks compute a digest of the tensors
+that the layer saves. When backward needs the first saved tensor, the layer runs a second time, and the hooks
+compute a second digest. At the end of the second run, the two digests are compared (:mod:`verify`).
+
+A layer has one mode for each combination of training flags of its modules. In the first run in each mode, the
+state of the layer is compared before and after the run (:mod:`purity`).
 """
 
 from __future__ import annotations
@@ -38,28 +40,28 @@ if TYPE_CHECKING:
     from tba_offload.recompute.verify import Verifier
 
 _turn = threading.RLock()
-"""The lock of second runs.
-
-A second run sets the random generators of all threads, so only one thread at a time may run a layer again.
-"""
+"""The lock that a thread holds while it recomputes a layer. A recomputation sets random generators that all
+threads share."""
 
 
 class RecomputedLayer:
     """A layer whose forward can run again in backward.
 
     Args:
-        site: The :class:`~tba_offload.capture.site.Site` of the layer. If the site has a checkpoint of a
-            framework, this checkpoint runs the layer if the layer cannot be recomputed here.
+        site: The :class:`~tba_offload.capture.site.Site` of the layer. The site may have a framework's own
+            checkpoint function. If this class cannot recompute the layer, that function runs the layer.
         verifier: Collects the results of comparisons.
-        states: Returns the states that second runs restore in addition to PyTorch's random generators.
+        states: Function that returns states that a recomputation restores in addition to PyTorch's random
+            generators.
 
     Attributes:
         name: Name of the layer in errors.
-        is_left: Whether the layer cannot be recomputed, and was left to the checkpoint of a framework.
-        modes: The :class:`Mode` of the layer, by the training flags of its modules.
-        tried: Modes in which a :class:`Trial` has shown whether the layer can be recomputed.
-        last_saved: Index of the last tensor that the layer saves. Most differences between two runs also
-            change the last saved tensor.
+        is_left: Whether the framework's checkpoint function runs the layer, because this class cannot
+            recompute the layer.
+        modes: For each combination of training flags of the layer's modules, the :class:`Mode`.
+        tried: The combinations of training flags for which a :class:`Trial` has ended.
+        last_saved: Index of the last saved tensor that requires a gradient. This tensor is always compared,
+            because most differences between two runs also change this tensor.
     """
 
     def __init__(self, site: Any, verifier: Verifier, states: Callable[[], Sequence[State]]) -> None:
@@ -76,10 +78,16 @@ class RecomputedLayer:
         return tuple([inner.training for inner in modules_in(self.module)])
 
     def run(self, forward: Callable[..., Any], given: Arguments, placement: Hashable = None) -> Any:
-        """Run the layer in a checkpoint.
+        """Run the layer in PyTorch's checkpoint, which recomputes the layer in backward.
+
+        Args:
+            forward: Function that runs the layer.
+            given: The layer's arguments.
+            placement: The layer's placement. After a change of the placement, all saved tensors are compared
+                again.
 
         Raises:
-            UnsupportedError: A second run would repeat a side effect, or would give other numbers.
+            UnsupportedError: The layer cannot be recomputed.
         """
         if self._site.checkpoint is None and (reason := _why_never(self.module)) is not None:
             raise cannot(self.name, reason, UnsupportedError)
@@ -96,7 +104,7 @@ class RecomputedLayer:
         return output
 
     def must_leave(self) -> bool:
-        """Return True if the checkpoint of a framework runs the layer, because no other second run can."""
+        """Return True if the framework's checkpoint function must run the layer. See :attr:`is_left`."""
         if self._site.checkpoint is None:
             return False
         if not self.is_left and (reason := _why_never(self.module)) is not None:
@@ -104,7 +112,13 @@ class RecomputedLayer:
         return self.is_left
 
     def leave(self, fault: BaseException) -> bool:
-        """Leave the layer to the checkpoint of its framework. Return False if there is none."""
+        """Leave the layer to the framework's checkpoint function, and return True.
+
+        Return False if the framework has no checkpoint function, or if ``fault`` is an error of another kind.
+
+        Args:
+            fault: The error that shows why the layer cannot be recomputed.
+        """
         if self._site.checkpoint is None or not isinstance(fault, UnsupportedError | RecomputationError):
             return False
         if not self.is_left:
@@ -114,16 +128,16 @@ class RecomputedLayer:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a trial of a layer of this class has failed."""
+        """Whether the trial of any layer of this layer's class has failed."""
         return type(self.module) in self.verifier.failed
 
     @property
     def may_plan(self) -> bool:
-        """Whether a trial of the layer has ended, and no trial of a layer of its class has failed."""
+        """Whether a trial of this layer has ended, and all trials of layers of its class succeeded so far."""
         return bool(self.tried) and not self.has_failed
 
     def may_try(self) -> bool:
-        """Return True if the layer needs a :class:`Trial` in its present mode."""
+        """Return True if a :class:`Trial` is needed for the present training flags of the layer's modules."""
         if self.has_failed or self.training in self.tried:
             return False
         if (reason := _why_never(self.module)) is None and has_hooks(self.module):
@@ -133,11 +147,17 @@ class RecomputedLayer:
         return reason is None
 
     def may_repeat(self) -> bool:
-        """Return True if the planner may recompute the layer in its present mode."""
+        """Return True if the planner may recompute the layer with its present training flags."""
         return self.may_plan and self.training in self.tried and not has_hooks(self.module)
 
     def judge(self, training: tuple[bool, ...], fault: Exception | None) -> None:
-        """Record the result of a trial. A fault applies to all layers of the class, and is reported once."""
+        """Record the result of a trial.
+
+        Args:
+            training: The training flags of the layer's modules during the trial.
+            fault: The error of the trial; ``None`` if the trial succeeded. After an error, the planner
+                recomputes no layer of the same class.
+        """
         self.tried.add(training)
         if fault is None or self.has_failed:
             return
@@ -150,18 +170,18 @@ class RecomputedLayer:
 
 
 class _Execution:
-    """The first run of a layer, and its second runs in backward. An execution holds no saved tensor.
+    """The first run of a layer, and its recomputation in backward. The object holds no saved tensor.
 
     Args:
         layer: The layer.
-        forward: Runs the layer.
+        forward: Function that runs the layer.
         given: The layer's arguments.
         part: Index of the part (one eighth) of the saved tensors that is compared; ``None`` for all tensors.
 
     Attributes:
         training: The training flags of the layer's modules.
         tensors: The tensors among the arguments.
-        errors: The error of the first run, if it failed.
+        errors: A list with the error of the first run; empty if the first run did not fail.
     """
 
     def __init__(
@@ -187,7 +207,8 @@ class _Execution:
     def __call__(self, *inputs: torch.Tensor) -> Any:
         """Run the layer.
 
-        The first run gets the program's own arguments, and later runs get the saved arguments.
+        The first call uses the program's own arguments. Later calls use ``inputs``, which the checkpoint has
+        saved.
         """
         hooks: Any = hooks_on_top()
         pack, unpack = hooks
@@ -216,7 +237,10 @@ class _Execution:
         return output
 
     def is_undone(self) -> bool:
-        """Return True if the framework's checkpoint can run the layer, after a first run that has failed."""
+        """Leave the layer to the framework after its first run has failed, and restore random generators.
+
+        Return False if the framework cannot run the layer.
+        """
         if not self._layer.leave(self.errors[0]):
             return False
         torch.set_rng_state(self._generators[0])
@@ -226,7 +250,7 @@ class _Execution:
         return True
 
     def _end_first_run(self) -> None:
-        """Compute the digests of the first run. In a new mode, also record side effects of the first run."""
+        """Compute the digests of the first run. In a new mode, also check the run for side effects."""
         layer, look, self._look = self._layer, self._look, None
         self._first.end()
         self._has_ended, layer.last_saved = True, self._first.last
@@ -235,7 +259,7 @@ class _Execution:
             self._buffers = {name: look.buffers[name] for name in known.buffers}
 
     def _checked(self, place: int, unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return a saved tensor from the second run. The first call starts the second run."""
+        """Return a tensor that the second run saved. The first call of this method starts the second run."""
         name = self._layer.name
         try:
             with _turn:
@@ -252,7 +276,7 @@ class _Execution:
         return tensor
 
     def _again(self, inputs: Sequence[torch.Tensor], pack: Any, unpack: Any) -> Any:
-        """Run the layer again in the checkpoint's hooks, and compare the tensors that the layer saves."""
+        """Run the layer a second time, with the state of its first run, and compare the saved tensors."""
         layer = self._layer
         args, kwargs = put_together(self._layout, inputs)
         if self._is_left:
@@ -274,10 +298,10 @@ class _Execution:
             raise cannot(layer.name, cause) from error
 
     def _compare_run(self, forward: Callable[[], object], pack: Any, unpack: Any) -> None:
-        """Run the layer inside hooks, and compare the tensors that the layer saves.
+        """Run the layer inside saved-tensor hooks, and compare the saved tensors with those of the first run.
 
-        At the last saved tensor, the checkpoint ends the run by an exception. If the kernel may still write
-        to that tensor, the run continues to the end of forward.
+        When the layer has saved its last tensor, the checkpoint raises an exception that ends the run. If a
+        kernel may still write to the last tensor, the exception is caught and forward runs to its end.
         """
         second, versions, is_complete = self._new_run(), list[int](), False
         self._versions, first, has_ended = versions, self._first, self._has_ended
@@ -324,18 +348,18 @@ class _Ended(BaseException):
 
 
 def _hold_nothing(_: object) -> None:
-    """Drop a saved tensor. A trial uses this function as ``pack`` and ``unpack``.
+    """Drop a saved tensor. A trial uses this function as ``pack`` and ``unpack`` hook.
 
-    A trial fails for a layer that computes gradients in its forward.
+    If a layer computes gradients in its forward, these gradients need the saved tensors, so the trial fails.
     """
 
 
 class Trial(_Execution):
-    """A test of whether a layer can be recomputed: a second run of a layer that is not recomputed.
+    """A test of whether a layer can be recomputed, in a step in which the layer is not recomputed.
 
-    The second run takes place when backward reaches the layer, like a recomputation. The results of a trial's
-    second run are dropped. A checkpoint around a single number restores the random generators and the
-    autocast state of forward.
+    When backward reaches the layer, the trial runs the layer a second time and compares the two runs.
+    Backward does not use the tensors of the second run. The trial runs inside a PyTorch checkpoint that saves
+    a single number. The checkpoint restores the random generators and the autocast state of forward.
     """
 
     def __init__(self, layer: RecomputedLayer, forward: Callable[..., Any], given: Arguments) -> None:
@@ -345,7 +369,7 @@ class Trial(_Execution):
         self._number: Any = torch_checkpoint.checkpoint(self, *self.tensors, use_reentrant=False)
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Do nothing in the first call of the checkpoint. Run the layer in the second call."""
+        """Do nothing in the first call. Run the layer in the second call, which the checkpoint makes."""
         if self._given:
             self._given, self.tensors = [], []
         else:
@@ -358,7 +382,7 @@ class Trial(_Execution):
             self._first.add(tensor)
 
     def first_run_ended(self, output: Any) -> None:
-        """Compare the two runs when backward reaches ``output``, which the first run returned."""
+        """Start the second run when backward reaches ``output``, which the first run returned."""
         layer, training = self._layer, self.training
         number, self._number = self._number, None  # the graph of the output refers to this object
         with self._judged():
@@ -377,10 +401,7 @@ class Trial(_Execution):
 
     @contextmanager
     def _judged(self) -> Iterator[None]:
-        """Record any error, including errors of the layer's own code.
-
-        After an error in its trial, the planner does not recompute the layer.
-        """
+        """Record an error inside the block, also an error of the layer's own code, as a failed trial."""
         try:
             yield
         except Exception as error:
@@ -402,7 +423,7 @@ _SETTINGS: Any = {"use_reentrant": False, "determinism_check": "none"}
 
 
 def _why_never(module: nn.Module) -> str | None:
-    """Return why a layer can never be recomputed; ``None`` if there is no reason."""
+    """Return the reason why a layer can never be recomputed; ``None`` if there is no known reason."""
     for inner in module.modules():
         if issubclass(type(inner), torch.jit.ScriptModule):
             return "it contains TorchScript, which compiles a first run differently from later runs"
@@ -416,9 +437,9 @@ def _why_never(module: nn.Module) -> str | None:
 
 
 def has_hooks(layer: nn.Module) -> bool:
-    """Return True if a program has added hooks to the forward of the layer or of a part of it.
+    """Return True if the program has added forward hooks to the layer or to one of its submodules.
 
-    Hooks of this package, and of frameworks that shard or offload models, are not counted.
+    Hooks of the packages in :data:`_FRAMEWORKS` are not counted.
     """
     return any(
         str(getattr(getattr(hook, "func", hook), "__module__", "")).partition(".")[0] not in _FRAMEWORKS
@@ -428,14 +449,15 @@ def has_hooks(layer: nn.Module) -> bool:
 
 
 _FRAMEWORKS = frozenset({"torch", "megatron", "transformer_engine", "tba_offload", "tba_lab"})
-"""Packages whose hooks on forward may run twice."""
+"""Packages whose forward hooks may run twice."""
 
 
 def _static(module: nn.Module) -> dict[int, tuple[str, weakref.ref[torch.UntypedStorage]]]:
-    """Return the storages that are compared by version and not read: parameters and large buffers.
+    """Return the storages of parameters and large buffers. Their versions are compared, but not their bytes.
 
     The returned dict maps the address of each storage to the name of the tensor and a weak reference to the
-    storage. The weak reference is needed because sharding frees storages, so an address may be reused.
+    storage. Sharding frees storages, so another storage may get the same address. The weak reference shows
+    whether the storage is still the same.
     """
     large = ((name, buffer) for name, buffer in module.named_buffers() if buffer.nbytes > SMALL)
     named = (*module.named_parameters(), *large)

@@ -1,6 +1,6 @@
-"""Digests of tensors: 64 bits that depend on every byte.
+"""Digests of tensors: 64-bit integers that depend on every byte.
 
-Digests are computed on the device of the tensor, and the host does not wait for them.
+Digests are computed on the device of the tensor. Only :func:`digest` makes the host wait for the device.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _COLUMNS = 1021
-"""Number of columns in which 64-bit words are summed: a prime number, so that strides are not multiples of
-it."""
+"""Number of columns in which 64-bit words are summed. The number is prime, so that no usual stride of a
+tensor is a multiple of the number."""
 
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64
-"""An odd number without a pattern in its bits. Each column is multiplied by a different multiple of this
-number."""
+"""An odd number whose bits look random. Each column is multiplied by another odd multiple of this number."""
 
 
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the strided tensors that have the bytes of ``tensor``.
+    """Yield the strided tensors that contain the bytes of ``tensor``.
 
-    For a distributed tensor, yield its local tensor.
+    For a distributed tensor, yield its local tensor. For a tensor subclass, such as a quantized weight, yield
+    its inner tensors.
 
     Raises:
         TypeError: The bytes of this kind of tensor cannot be read.
@@ -47,10 +47,10 @@ def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def fold(tensor: torch.Tensor) -> torch.Tensor:
-    """Return sums over every byte of a strided tensor. The tensor is read once.
+    """Return column sums of a strided tensor, which depend on every byte of the tensor.
 
     Returns:
-        1021 integers of 64 bits on the tensor's device: 8 KiB.
+        A tensor of 1021 integers of 64 bits on the same device. The tensor takes 8 KiB.
     """
     words, rest = _words(tensor)
     count = words.numel() // _COLUMNS
@@ -65,7 +65,12 @@ def fold(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def chain(before: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-    """Return sums that depend on all earlier tensors, on the next tensor, and on the order of the tensors."""
+    """Combine the sums of earlier tensors and of the next tensor. The result depends on the order of tensors.
+
+    Args:
+        before: Result of :func:`chain` or :func:`fold` for the earlier tensors.
+        sums: Result of :func:`fold` for the next tensor.
+    """
     return torch.add(sums, before, alpha=_FACTOR)
 
 
@@ -81,7 +86,7 @@ def _factors(device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def digest(tensor: torch.Tensor) -> list[int]:
-    """Wait for the device of a tensor of any kind, and return the digest of the tensor.
+    """Wait for the device of a tensor, and return one digest for each of its :func:`plain_parts`.
 
     Raises:
         TypeError: The bytes of the tensor cannot be read.
@@ -90,10 +95,10 @@ def digest(tensor: torch.Tensor) -> list[int]:
 
 
 def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the bytes of a tensor as 64-bit words, and the remaining bytes, which are fewer than one word.
+    """Return the bytes of a tensor as 64-bit words, and up to seven remaining bytes.
 
-    An element that appears several times is returned once. Elements are copied only if they are not dense in
-    memory.
+    An element that ``expand`` repeats is returned once. If the elements are not dense in memory, they are
+    copied.
     """
     if not tensor.untyped_storage().nbytes():
         tensor = tensor.new_empty(0)  # the owner has freed the memory, and will fill it again before backward

@@ -1,8 +1,8 @@
-"""Inspection of the side effects of a layer's first run, once in each mode of the layer.
+"""A search for side effects of a layer's first run, once for each combination of training flags.
 
-A second run restores only the following state: small buffers that forward changes in place (running
-statistics), random generators, and attributes that the second run itself sets. If a layer changes any other
-state, the error names the layer and the state.
+A recomputation restores three kinds of state: random generators, small buffers that forward changes in place,
+such as running statistics, and attributes that the second run sets. If the forward of a layer changes other
+state, an error names the layer and the state.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from tba_offload.recompute.arguments import Arguments
 
 SMALL = 2**20
-"""Largest size of a buffer, in bytes, that is restored by value and compared by digest. Larger buffers are
-compared by version."""
+"""Maximum bytes of a small buffer. Small buffers are compared by digest, and a recomputation restores their
+values. Larger buffers are only compared by version."""
 
 States = Mapping["State", Any]
-"""A mapping from states to values. A ``State`` has a function that reads the value and a function that sets
-it."""
+"""A mapping from states to their values. A ``State`` is a pair: a function that reads the value, and a
+function that sets the value."""
 
 _OF_MODULES = frozenset((*vars(nn.Module()), "forward"))
 _backends: Any = torch.backends
@@ -48,17 +48,19 @@ _KERNELS: tuple[State, ...] = (
     *((getattr(_cuda, f"{kind}_sdp_enabled"), getattr(_cuda, f"enable_{kind}_sdp")) for kind in _SDP),
     *((partial(getattr, at, "fp32_precision"), partial(setattr, at, "fp32_precision")) for at in _PRECISIONS),
 )
-"""Settings that affect the choice of kernels. Some programs change these settings only around forward."""
+"""Settings of PyTorch that affect the choice of kernels. Some programs change these settings during forward
+and restore them before backward."""
 
 
 class Mode(NamedTuple):
-    """The state that second runs of a layer must restore, for one combination of training flags.
+    """The state that a recomputation must restore, for one combination of a layer's training flags.
+
+    PyTorch's checkpoint restores PyTorch's random generators.
 
     Attributes:
-        states: States that second runs restore in addition to PyTorch's random generators: settings that
-            choose kernels, states of the framework, and the generators of Python and NumPy if the layer uses
-            them.
-        buffers: Names of small buffers that forward changes.
+        states: Settings that affect the choice of kernels, and states of the framework. If the layer draws
+            random numbers from Python or NumPy, also the random generators of Python and NumPy.
+        buffers: Names of the small buffers that forward changes.
     """
 
     states: Sequence[State]
@@ -66,13 +68,13 @@ class Mode(NamedTuple):
 
 
 def values_of(states: Iterable[State]) -> States:
-    """Return the present values of states."""
+    """Return the current values of states."""
     return {state: state[0]() for state in states}
 
 
 @contextlib.contextmanager
 def in_force(wanted: States) -> Iterator[None]:
-    """Set states to the wanted values, and restore the present values at the end."""
+    """Set states to the wanted values within the block, and restore the previous values at its end."""
     present = values_of(wanted)
     _put(wanted, present)
     try:
@@ -88,23 +90,28 @@ def _put(wanted: States, present: States) -> None:
 
 
 def put_back(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Replace buffers of a module by copies of earlier values."""
+    """Replace buffers of a module by copies of earlier values.
+
+    Args:
+        module: The module.
+        values: The earlier values, by the names of the buffers.
+    """
     for path, value in values.items():
         owner, _, name = path.rpartition(".")
         module.get_submodule(owner)._buffers[name] = value.clone()
 
 
 class Look:
-    """The state of a layer and its arguments before the first run.
+    """The state of a layer and of its arguments before the first run.
 
     Args:
         module: The layer.
-        given: The layer's arguments by position and by name.
-        states: States of the framework that a second run sets.
+        given: The positional and keyword arguments of the layer.
+        states: States of the framework that a recomputation restores.
 
     Attributes:
-        states: All states that a second run may set.
-        buffers: Copies of the layer's small buffers.
+        states: All states that a recomputation may have to restore.
+        buffers: Copies of the layer's small buffers, by name.
     """
 
     def __init__(self, module: nn.Module, given: Arguments, states: Sequence[State]) -> None:
@@ -133,16 +140,17 @@ class Look:
         self._before = self._prints()
 
     def learn(self, layer: str, found: States) -> Mode:
-        """Return the state that second runs must restore.
+        """Compare the state after the first run, and return the state that a recomputation must restore.
 
-        An attribute that forward sets to another object does not count as changed: see :func:`state_kept`.
+        If forward assigns another object to an attribute, no error is raised. :func:`state_kept` undoes this
+        change after a second run.
 
         Args:
             layer: The name of the layer.
-            found: The values of the states before the run.
+            found: The values of the states before the first run.
 
         Raises:
-            UnsupportedError: The run changed state that a second run would change again.
+            UnsupportedError: The first run changed other state, and a second run would repeat the change.
         """
         prints = zip(self._values, self._before, self._prints(), strict=True)
         changes = [name for (name, *_), before, after in prints if after not in (before, None)]
@@ -162,7 +170,7 @@ class _Fingerprint(pickle.Pickler):
     """A pickler that replaces the tensors of an object by digests and versions."""
 
     def persistent_id(self, value: Any) -> object:
-        """Return the replacement for a value that is not pickled."""
+        """Return the replacement for a tensor, a generator, a module or another value that is not pickled."""
         if isinstance(value, torch.Generator):
             return digest(value.get_state())
         if isinstance(value, nn.Module):
@@ -174,7 +182,7 @@ class _Fingerprint(pickle.Pickler):
 
 
 def _print_of(value: Any) -> bytes | None:
-    """Return bytes that identify the contents of an object; ``None`` if the contents cannot be read."""
+    """Return bytes that identify the contents of an object; ``None`` if the object is not checked."""
     is_read = isinstance(value, torch.Tensor | torch.Generator) or not _is_of_torch(value)
     if value is None or isinstance(value, bool | int | float | str) or not is_read:
         return None
@@ -187,18 +195,23 @@ def _print_of(value: Any) -> bytes | None:
 
 
 def impure(layer: str, changes: Sequence[str]) -> TbaError:
-    """Return the error of a layer whose forward has a side effect that a second run would repeat."""
+    """Return the error for a layer whose forward has side effects that a second run would repeat.
+
+    Args:
+        layer: The name of the layer.
+        changes: The names of the changed state.
+    """
     what = ", ".join(changes[:3]) + (" and more" if len(changes) > 3 else "")
     return cannot(layer, f"its forward changes {what}, and a second run would repeat this", UnsupportedError)
 
 
 @contextlib.contextmanager
 def state_kept(layer: str, module: nn.Module) -> Iterator[None]:
-    """Undo the changes of a second run to attributes and buffers of a layer, such as counters.
+    """Restore the attributes and buffers of a layer at the end of the block, which is a second run.
 
     Raises:
-        UnsupportedError: A tensor was changed in place. :class:`Look` does not see the change if the first
-            run creates the tensor, for example a sum that starts as ``None``.
+        UnsupportedError: The second run changed a tensor in place. :class:`Look` misses this change if the
+            first run creates the tensor, for example a sum that starts as ``None``.
     """
     parts = modules_in(module)
     before = [(m, now, dict(now), set(m._parameters)) for m in parts for now in (vars(m), m._buffers)]

@@ -1,12 +1,13 @@
-"""Comparison of the two runs of a recomputed layer by digests of the tensors that the layer saves.
+"""Comparison of the two runs of a recomputed layer, by digests of the tensors that the layer saves.
 
-Hooks inside the hooks of the checkpoint see each tensor that the layer saves, in both runs. Only a 64-bit
-digest of the first run is kept. At the end of the second run, the digests are compared on the device.
-Backward gets the tensors of the second run only after this comparison. The result of the comparison is one
-flag, which is read before the optimizer's step.
+In both runs, saved-tensor hooks see each tensor that the layer saves. Only a 64-bit digest of the first run
+is kept. At the end of the second run, the two digests are compared on the device. Only then does backward get
+the tensors of the second run. The result of the comparison is one flag, which is read before the optimizer's
+step.
 
-In the first three steps of a layer in each mode and placement, every saved tensor is read. Later steps read
-the last tensor and one eighth of the other tensors: see :meth:`Verifier.part`.
+In the first three steps of a layer, every saved tensor is read. A change of the placement or of the training
+flags starts three steps anew. Later steps read the last tensor and one eighth of the other tensors. See
+:meth:`Verifier.part`.
 """
 
 from __future__ import annotations
@@ -27,25 +28,31 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _WHOLE_STEPS = 3
-"""Number of steps at the start of each mode in which every saved tensor is read."""
+"""Number of steps at the start of each mode of a layer in which every saved tensor is read."""
 
 _PARTS = 8
-"""Number of parts of the saved tensors. After :data:`_WHOLE_STEPS` steps, each step reads one part."""
+"""Number of steps, after the first :data:`_WHOLE_STEPS`, in which every saved tensor is read once."""
 
 OTHER = "its second run gave other numbers than the first"
 
 Static = Mapping[int, tuple[str, weakref.ref[torch.UntypedStorage]]]
-"""Storages that are compared by version: a map from their addresses to the names of the tensors and weak
-references to the storages."""
+"""Storages whose versions are compared instead of their bytes. The address of each storage maps to the name
+of the tensor and to a weak reference to the storage."""
 
 
 def cannot(layer: str, cause: str, kind: type[TbaError] = RecomputationError) -> TbaError:
-    """Return the error of a layer that cannot be recomputed."""
+    """Return the error for a layer that cannot be recomputed.
+
+    Args:
+        layer: The name of the layer.
+        cause: The reason, as a clause.
+        kind: The class of the error.
+    """
     return kind(f"{layer} cannot be recomputed: {cause}. Set its placement to 'keep' or 'offload'.")
 
 
 def other_numbers(layer: str) -> TbaError:
-    """Return the error of a layer whose second run gave other numbers."""
+    """Return the error for a layer whose second run gave other numbers than the first."""
     return cannot(
         layer,
         f"{OTHER}. The layer depends on state that changed between the two runs, such as a counter, a global "
@@ -56,23 +63,23 @@ def other_numbers(layer: str) -> TbaError:
 
 
 def modified(what: str) -> SavedTensorModifiedError:
-    """Return the error of a tensor that was changed before backward had used it."""
+    """Return the error for a tensor that was changed in place before backward used the tensor."""
     return SavedTensorModifiedError(
         f"{what} was changed in place after forward and before backward had used it. Change a copy instead"
     )
 
 
 class Verifier:
-    """The results of the comparisons of one session.
+    """The results of all comparisons in one session.
 
-    A comparison is computed on the device. The result of a comparison is read before the next step of any
-    optimizer, or at once on a CPU.
+    On an accelerator, the result of a comparison is read before the next step of an optimizer. On a CPU, the
+    result is read at once.
 
     Args:
-        report: Called with a message about layers that ``auto`` does not recompute.
+        report: Function that is called with a message if a class of layers cannot be recomputed.
 
     Attributes:
-        failed: Classes of layers that ``auto`` does not recompute, because a trial has failed.
+        failed: Classes of layers that ``auto`` does not recompute, because the trial of a layer has failed.
         close: Function that removes the hook on optimizers.
     """
 
@@ -89,7 +96,12 @@ class Verifier:
         self.close = weakref.finalize(self, register_optimizer_step_pre_hook(check).remove)
 
     def leave(self, kind: type, fault: TbaError) -> None:
-        """Report why a layer of this class is left to its framework's checkpointing, once for each class."""
+        """Report why the framework recomputes layers of a class. Each class is reported once.
+
+        Args:
+            kind: The class of the layer.
+            fault: The error that shows why tba-offload cannot recompute the layer.
+        """
         if kind not in self._left:
             self._left.add(kind)
             cause = str(fault).partition(". ")[0]  # without the remedy
@@ -100,24 +112,25 @@ class Verifier:
 
         Args:
             name: Name of the layer or tensor in errors.
-            differs: A boolean tensor of one element: whether the second run gave other bytes.
-            leave: Takes the error. Returns True if it is not raised.
+            differs: A boolean tensor with one element. True means that the two runs gave different bytes.
+            leave: Function that takes the error, and returns True if the error shall not be raised.
 
         Raises:
-            RecomputationError: The second run gave other bytes, and the device is a CPU.
+            RecomputationError: The two runs gave different bytes on a CPU. On an accelerator, :meth:`check`
+                raises the error later.
         """
         self._open.append((name, differs, leave))
         if differs.device.type == "cpu":
             self.check()
 
     def part(self, mode: Hashable) -> int | None:
-        """Return the index of the part (one eighth) of a layer's tensors to read; ``None`` for all tensors.
+        """Return which eighth of a layer's saved tensors to read in this step, from 0 to 7; ``None`` for all.
 
-        The first three steps of a mode read all tensors. Each later step reads one of eight parts, so that
-        eight steps of the layer read every byte. All micro-batches of a step read the same part.
+        The first three steps in a mode read all saved tensors. Each later step reads one eighth, so eight
+        steps read every tensor once. All micro-batches of a step read the same eighth.
 
         Args:
-            mode: The layer, and all settings that may change its choice of kernels.
+            mode: The layer, the training flags of its modules, and its placement.
         """
         last, count = self._steps.get(mode, (-1, -1))
         if last != self._step:
@@ -126,7 +139,7 @@ class Verifier:
         return None if count < _WHOLE_STEPS else count % _PARTS
 
     def end_step(self) -> None:
-        """Check all results at the end of a step.
+        """Check all results that were not checked yet, and end the step.
 
         Raises:
             RecomputationError: A second run gave other numbers than the first.
@@ -135,7 +148,7 @@ class Verifier:
         self._step += 1
 
     def check(self) -> None:
-        """Check all new results. If there are new results, wait for the device.
+        """Wait for the results that were not checked yet, and check these results.
 
         Raises:
             RecomputationError: A second run gave other numbers than the first.
@@ -149,24 +162,23 @@ class Verifier:
 class SavedTensors:
     """The tensors that one run of a layer saves for backward.
 
-    A saved tensor is held until the next tensor is saved.
-
-    A kernel may write to a tensor without a graph after it was saved, such as the noise of ``rrelu`` or the
-    statistics of attention. Tensors without a graph are therefore read when the next operation saves a
-    tensor.
+    A kernel may still write to a saved tensor that does not require a gradient. Examples are the noise of
+    ``rrelu`` and the statistics of attention. These tensors are therefore held, and read when the next
+    operation saves a tensor.
 
     Args:
         layer: The name of the layer.
-        static: Storages that are compared by version: parameters and large buffers.
-        part: Index of the part (one eighth) of the tensors that is read; ``None`` for all tensors.
-        always: Index of one more tensor that is always read.
+        static: Storages of parameters and large buffers. Their versions are compared instead of their bytes.
+        part: Which eighth of the tensors is read, from 0 to 7; ``None`` for all tensors.
+        always: Index of a tensor that is always read.
 
     Attributes:
-        forms: For each tensor, the properties that must be equal in both runs. The last property of a
-            parameter or a large buffer is its version.
-        numbers: The digest for each device, after the end of the run.
-        last: Index of the last tensor that depends on the layer's computation.
-        fills_last: Whether the last operation may still write to a tensor that it has saved.
+        forms: For each tensor, the properties that must be equal in both runs: class, dtype, shape, names of
+            the storages in ``static``, and version. For a tensor that is not in ``static``, the version is
+            ``None``.
+        numbers: The digest of the tensors on each device. Until the end of the run, intermediate sums.
+        last: Index of the last tensor that requires a gradient.
+        fills_last: Whether the last operation may still write to a tensor that the operation has saved.
     """
 
     def __init__(self, layer: str, static: Static, part: int | None, always: int) -> None:
@@ -178,7 +190,7 @@ class SavedTensors:
         self._node = -1
 
     def add(self, tensor: torch.Tensor) -> int:
-        """Record a saved tensor; return its index.
+        """Record a saved tensor, and return its index.
 
         Raises:
             UnsupportedError: The bytes of this kind of tensor cannot be compared.
@@ -223,10 +235,10 @@ class SavedTensors:
 
 
 def _may_be_unfilled(tensor: torch.Tensor) -> bool:
-    """Return True for a tensor without a graph whose memory a kernel allocates but may leave unfilled.
+    """Return True for a tensor that a kernel allocates but may not fill, so that its bytes may be random.
 
     Examples are workspaces of recurrent networks, and random seeds of attention without dropout. A difference
-    between the runs is still found, because the outputs of the kernels are compared too.
+    between the runs is still found in the outputs of the kernels, which are also compared.
     """
     is_workspace = tensor.dtype is torch.uint8 and tensor.dim() == 1
     return is_workspace or (tensor.numel() <= 2 and tensor.dtype in {torch.int64, torch.uint64})
