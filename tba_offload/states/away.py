@@ -71,8 +71,8 @@ class _Away(torch.Tensor):
 class AwayTensor(_Away):
     """Placeholder of an offloaded state.
 
-    Code that reads only the metadata of states works as before. Code that computes with the bytes, copies the
-    bytes or saves the bytes raises an error with a remedy.
+    Code that reads only the metadata of states, such as the shape, works as before. Code that reads, copies
+    or saves the bytes raises an error with a remedy.
 
     Args:
         size: Size of the state.
@@ -120,10 +120,10 @@ class FreedGradient(AwayTensor):
 
 
 class AwayMaster(_Away):
-    """The class of an offloaded master copy.
+    """Class of a master copy while its bytes are offloaded.
 
-    An offloaded master copy stays the same object: a key of ``optimizer.state``, a member of parameter
-    groups, and the target of gradient assignments. Only the class and the storage of the tensor change.
+    The master copy stays the same object in ``optimizer.state``, in parameter groups and in the program. Only
+    the class and the storage of the tensor change.
     """
 
     _allowed = _HARMLESS | _ALIASES
@@ -139,7 +139,7 @@ class AwayMaster(_Away):
 
         Args:
             master: The tensor.
-            name: Name of the copied parameter, for messages.
+            name: Name of the model parameter, for messages.
         """
         vars(master).update(_tba_offload_name=f"master copy of {name}", _tba_offload_class=type(master))
         storage = master.untyped_storage()
@@ -148,7 +148,7 @@ class AwayMaster(_Away):
 
     @classmethod
     def allocate(cls, master: torch.Tensor) -> None:
-        """Allocate memory with undefined contents for a master copy, unless it has memory."""
+        """Allocate memory with undefined contents for a master copy, unless the copy already has memory."""
         with without_subclasses():
             storage = master.untyped_storage()
             if storage.nbytes() != master.nbytes:  # resizing to the same size would allocate and copy
@@ -156,7 +156,7 @@ class AwayMaster(_Away):
 
     @classmethod
     def end(cls, master: torch.Tensor) -> None:
-        """Restore the class of a master copy, and allocate memory unless it has memory."""
+        """Restore the class of a master copy. If necessary, allocate memory with undefined contents."""
         cls.allocate(master)
         master.__class__ = vars(master)["_tba_offload_class"]
         del vars(master)["_tba_offload_name"], vars(master)["_tba_offload_class"]
@@ -172,7 +172,7 @@ class AwayMaster(_Away):
 
 
 def stands_for(value: object, parameter: torch.Tensor, key: str) -> TypeGuard[AwayTensor]:
-    """Return True if ``value`` is the placeholder of this parameter and state."""
+    """Return True if ``value`` is the placeholder of the state ``key`` of a parameter."""
     return type(value) is AwayTensor and value.origin[0] is parameter and value.origin[1] == key
 
 

@@ -1,10 +1,10 @@
-"""Updates in backward.
+"""Optimizer updates during backward.
 
 A sub-group is updated as soon as its gradients are final. After the update, the gradients are freed.
 
-Gradients are final in the last backward pass before ``optimizer.step()``. When the last backward pass
-returns, all parameters have their new values. ``step()`` only checks that gradients, settings, states and
-parameters have not changed after backward. Reading a freed gradient raises an error.
+Gradients are final in the last backward pass before ``optimizer.step()``. When this backward pass returns,
+all parameters have their new values. ``step()`` only checks that gradients, settings, states and parameters
+have not changed after backward. Reading a freed gradient raises an error.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from tba_offload.states.updates import StatesRecord
 
 _CLOSELY = 3
-"""Number of first steps that compare all bytes of parameters.
+"""Number of first steps in which ``step()`` checks all bytes of the parameters for changes.
 
-Later, only steps 4, 8, 16 and so on compare all bytes.
+Later, only steps 4, 8, 16 and so on check all bytes.
 """
 
 _HALFWAY = "backward failed halfway through its updates. Load a checkpoint of the model and the optimizer"
@@ -64,18 +64,17 @@ class BackwardUpdates(Updates):
         )
 
     def _forget(self) -> None:
-        """Reset the record of backward, after a step or after a checkpoint is loaded."""
         self._passes = 0
         self._is_updating = False
         self._made: StatesRecord | None = None
 
     def loaded(self) -> None:
-        """Adopt the states of a loaded checkpoint, and reset the record of backward."""
+        """Offload the states of a loaded checkpoint, and forget earlier backward passes."""
         self._forget()
         super().loaded()
 
     def follow(self) -> None:
-        """Apply changes of the optimizer, and register hooks on all parameters that it trains now."""
+        """Apply changes of parameters and states, and register hooks on all trained parameters."""
         super().follow()
         wanted = {each for each in parameters_of(self.optimizer) if each.is_leaf and each.requires_grad}
         for parameter in self._handles.keys() - wanted:
@@ -119,15 +118,16 @@ class BackwardUpdates(Updates):
         self._last = self.homes.device.event()
 
     def _wait(self) -> None:
-        """Make later work wait for the work of the previous hook, because that hook may use another stream.
+        """Make the current stream wait for the work of the previous gradient hook or optimizer step.
 
-        Autograd calls hooks on the stream that computed the gradient. FSDP2 calls hooks on the stream that
-        reduced the gradient. An optimizer's step runs on another stream.
+        These run on different streams. Autograd calls hooks on the stream that computed the gradient. FSDP2
+        calls hooks on the stream that reduced the gradient. The optimizer's step runs on the program's
+        stream.
         """
         self._last.wait(self.homes.device.stream())  # the current device's stream
 
     def _begin_pass(self) -> None:
-        """Count a backward pass. Allow updates if this is the last pass before the step.
+        """Count a backward pass. Prepare updates if this is the last pass before the step.
 
         Raises:
             SessionError: An earlier pass has updated parameters, and no step has followed.
@@ -159,9 +159,9 @@ class BackwardUpdates(Updates):
         """Record whether a later node of the graph still uses the memory of a parameter.
 
         Nodes that contributed to the gradient have already released the parameter. A later node may still
-        hold the parameter, for example if another layer uses the weight through ``.data``, and would then
-        read the new value. A reference count above the count at the end of an earlier pass shows that a later
-        node holds the parameter. In the first pass of a parameter, no earlier count is known.
+        hold the parameter, for example if another layer uses the weight through ``.data``. After an update,
+        this node would read the new value. If the number of references is above the number at the end of
+        earlier passes, a later node holds the parameter. In the first pass, a later use is assumed.
         """
         if _references_to(parameter) > self._references.get(parameter, 0):
             self._read_later.add(parameter)
@@ -176,7 +176,11 @@ class BackwardUpdates(Updates):
                 parameter.grad = self._freed[parameter] = distributed(freed, spec_of(parameter.grad))
 
     def _pass_ends(self) -> None:
-        """Update the remaining parameters, which have no states or belong to incomplete sub-groups."""
+        """Update the remaining parameters at the end of a backward pass.
+
+        A remaining parameter has no states yet, is used by a later node, or belongs to a sub-group that did
+        not get all gradients.
+        """
         self._wait()
         self._is_updating, self._open = True, {}
         self._made = self._make({}, done=self._done)
@@ -193,14 +197,15 @@ class BackwardUpdates(Updates):
     def step(self, options: Mapping[str, Any]) -> StatesRecord:
         """Return the record of the update that backward has made.
 
-        If a step has fewer passes than usual, such as the last step of an epoch, this method makes the whole
-        update.
+        If a step has fewer backward passes than ``states.micro_batches``, such as the last step of an epoch,
+        this method makes the whole update.
 
         Args:
             options: Arguments of the step.
 
         Raises:
-            SessionError: A value that plain training would use in the update has changed after backward.
+            SessionError: A gradient, setting, state or parameter has changed after backward had updated the
+                parameters. Or ``step`` was called twice, or backward failed during its updates.
             TransferError: States cannot be read.
         """
         made, parameters = self._made, parameters_of(self.optimizer)
@@ -238,9 +243,9 @@ class BackwardUpdates(Updates):
         return repr([(key, each.tolist() if torch.is_tensor(each) else each) for key, each in settings])
 
     def _values_now(self) -> tuple[list[int], list[list[int]]]:
-        """Return versions of the parameters.
+        """Return the versions of the parameters and, in some steps, digests of their bytes.
 
-        In some steps, add digests, because writes through ``.data`` do not change versions.
+        Digests also show writes through ``.data``, which do not change the version.
         """
         closely = self._steps <= _CLOSELY or not self._steps & (self._steps - 1)
         values = (local(each.detach()) for each in (self._freed if closely else ()))
@@ -258,5 +263,5 @@ def _weakly(came: WeakMethod[Any]) -> Any:
 
 
 def _references_to(parameter: torch.Tensor) -> int:
-    """Return the number of tensors on the memory of a parameter."""
+    """Return the number of tensors that use the memory of a parameter."""
     return users_of(local(parameter).untyped_storage())

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 class Entries:
     """The states of one optimizer, which are moved between ``optimizer.state`` and the slots.
 
-    If a parameter is sliced, its state gets a placeholder when all slices are offloaded.
+    If a parameter is cut into slices, its states get placeholders after all slices are updated.
 
     Args:
         groups: The sub-groups of the optimizer.
-        next_use: Function that returns a number for a sub-group: the larger the number, the later the
-            sub-group is needed again.
+        next_use: Function that returns a number for a sub-group. A larger number means that the sub-group is
+            needed later.
 
     Attributes:
         in_host_memory: States of the sub-groups that the CPU updates.
@@ -52,14 +52,14 @@ class Entries:
     def resident(self, group: SubGroup, parameter: torch.Tensor) -> Entry:
         """Return the states of a parameter that are in memory.
 
-        A slice gets copies, because all slices of a parameter share the states in memory.
+        For a slice, return copies, because all slices of a parameter share these states.
         """
         entry = self.shown(parameter)
         found = {key: value for key, value in entry.items() if not isinstance(value, AwayTensor)}
         return found if group.part is None else {key: _copy(value) for key, value in found.items()}
 
     def bound(self, group: SubGroup) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the offloadable states of a sub-group as views of its slot, for changes in place.
+        """Return the offloadable states of a sub-group as views of its slot. The caller changes the views.
 
         Raises:
             TransferError: The states cannot be read.
@@ -73,7 +73,7 @@ class Entries:
     def take(self, group: SubGroup, bound: Bound, left: Left) -> None:
         """Store the states after an update in the slot, and put placeholders into ``optimizer.state``.
 
-        States of slices appear in ``optimizer.state`` after :meth:`show_slices`.
+        For slices, only :meth:`show_slices` puts the placeholders into ``optimizer.state``.
 
         Args:
             group: The updated sub-group.
@@ -86,16 +86,12 @@ class Entries:
         self._show(group, left)
 
     def show_slices(self) -> None:
-        """Put the entries of updated slices into ``optimizer.state``, with the states that slices share."""
+        """Put the states of sliced parameters into ``optimizer.state``, after all slices were updated."""
         of_slices, self._of_slices = self._of_slices, {}
         for parameter, entry in of_slices.items():
             self._set(parameter, entry)
 
     def _show(self, group: SubGroup, left: Left) -> None:
-        """Put the entry of each parameter into ``optimizer.state``.
-
-        Collect slices until all slices are updated.
-        """
         for parameter, entry in left.items():
             keys = group.keys[parameter]
             shown = {
@@ -127,8 +123,8 @@ class Entries:
         """Check that each placeholder in ``optimizer.state`` is at its own parameter and key.
 
         Raises:
-            StatesAwayError: The program has moved a placeholder to another parameter, or has put a
-                placeholder back after its bytes were freed.
+            StatesAwayError: The program has moved a placeholder to another parameter or key. Or the program
+                has removed a state, which freed its bytes, and has put the placeholder back.
         """
         for each in self._groups.optimizer.state:
             self._check_owner(each)
@@ -164,10 +160,12 @@ class Entries:
         return any(map(self._is_away, group.places))
 
     def absorb(self, groups: Iterable[SubGroup]) -> None:
-        """Adopt the states in ``optimizer.state``, and free the bytes of states that the program has removed.
+        """Offload states that the program has set, and free the bytes of states that the program has removed.
+
+        Before this method, the caller calls :meth:`check_owners`.
 
         Args:
-            groups: Sub-groups, with all slices of each parameter. The caller has called :meth:`check_owners`.
+            groups: The sub-groups. If one slice of a parameter is included, all slices must be included.
 
         Raises:
             TransferError: Offloaded states cannot be read.
@@ -192,10 +190,13 @@ class Entries:
         self._show(group, entries)
 
     def restore(self) -> None:
-        """Put all states except cleared states back into ``optimizer.state``, each in its own memory.
+        """Put all offloaded states back into ``optimizer.state``, each in its own memory.
+
+        States that the program has removed are not put back.
 
         Raises:
-            StatesAwayError: See :meth:`check_owners`. No state has changed.
+            StatesAwayError: A placeholder is at the wrong parameter or key, see :meth:`check_owners`. No
+                state has changed.
             TransferError: The states cannot be read.
         """
         self.check_owners()
@@ -213,10 +214,10 @@ class Entries:
     def read(self, parameter: torch.Tensor) -> Entry:
         """Return the states of a parameter, with copies of offloaded states in host memory.
 
-        If the parameter is an offloaded master copy, the entry also has the values of the master.
+        If the parameter is an offloaded master copy, the result also has its values, with the key ``MASTER``.
 
         Raises:
-            StatesAwayError: See :meth:`check_owners`. Only the entry of this parameter is checked.
+            StatesAwayError: A placeholder of another parameter or key is in the entry of this parameter.
             TransferError: The states cannot be read.
         """
         self._check_owner(parameter)
@@ -240,8 +241,8 @@ class Entries:
 
         Args:
             groups: The sub-groups.
-            device: Device of the copies. By default, copies are on the device of the parameters, and masters
-                get their own bytes back.
+            device: Device of the copies. By default, states are copied to the device of the parameters, and
+                master copies get their own memory back.
         """
         found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for group in groups:
@@ -256,7 +257,7 @@ class Entries:
         return found
 
     def bytes_of(self, group: SubGroup) -> torch.Tensor:
-        """Return the bytes of a sub-group. If the bytes are only in the store, read them into host memory.
+        """Return the bytes of a sub-group. If only the store has the bytes, read the bytes into host memory.
 
         Raises:
             TransferError: The bytes cannot be read.
@@ -274,10 +275,7 @@ class Entries:
         return stands_for(self.shown(place.parameter).get(place.key), place.parameter, place.key)
 
     def _lay_out(self, group: SubGroup, bound: Bound, entries: Left) -> None:
-        """Move the states of a sub-group to another slot with a new layout.
-
-        Old views of the states stay valid.
-        """
+        """Copy the states of a sub-group into another slot with a new layout."""
         stays = self.slots.stays(group)
         self.slots.drop(group)
         group.home.release()
@@ -301,9 +299,13 @@ class Entries:
 
 
 def have_moved(bound: Bound, left: Left) -> bool:
-    """Return True if states were added, removed or resized.
+    """Return True if an update has added, removed or resized states.
 
-    If a state was replaced by another tensor, copy the tensor back into the view.
+    If an update has replaced a view by another tensor with the same layout, copy this tensor into the view.
+
+    Args:
+        bound: The states before the update, as views.
+        left: The states after the update. Replaced views are put back into this mapping.
     """
     moved = False
     for parameter, entry in left.items():
@@ -320,7 +322,6 @@ def have_moved(bound: Bound, left: Left) -> bool:
 
 
 def _is_alike(value: object, view: torch.Tensor) -> bool:
-    """Return True if a state has the same layout as another state."""
     return (
         isinstance(value, torch.Tensor)
         and (value.shape, value.dtype, value.device) == (view.shape, view.dtype, view.device)
@@ -329,9 +330,9 @@ def _is_alike(value: object, view: torch.Tensor) -> bool:
 
 
 def _arrived(group: SubGroup, parameter: torch.Tensor, value: Any) -> Any:
-    """Return a state, cut to the slice of a sub-group.
+    """Return the part of a state that belongs to a sub-group.
 
-    A state of a checkpoint is copied to the device of the parameter.
+    A state from a checkpoint is copied to the device of the parameter.
     """
     if isinstance(value, Incoming):
         # PyTorch's own Optimizer.load_state_dict uses this data type.
@@ -341,7 +342,7 @@ def _arrived(group: SubGroup, parameter: torch.Tensor, value: Any) -> Any:
 
 
 def _memory(group: SubGroup, place: Place, device: torch.device | None) -> torch.Tensor:
-    """Return memory for a whole state. Without ``device``, return the own memory of a master."""
+    """Allocate memory for a whole state. If ``device`` is ``None``, a master copy gets its own memory."""
     parameter = place.parameter
     if place.key == MASTER and device is None:
         AwayMaster.allocate(parameter)

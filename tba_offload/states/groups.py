@@ -37,20 +37,23 @@ Entry = dict[str, Any]
 """The states of one parameter by name, as in ``optimizer.state[parameter]``."""
 
 MASTER = "tba_offload.master"
-"""Key of a master copy among its states. No optimizer uses this key."""
+"""Key under which a master copy is stored among its states. No optimizer uses this key."""
 
 SLICE = 1024
-"""Slices begin at multiples of this many elements, so that kernels see the same alignment and remainders."""
+"""Slices of a parameter begin at multiples of this number of elements.
+
+Kernels then see the same alignment and remainders as for the whole parameter.
+"""
 
 _STATES = 2
-"""Number of states that are as large as their parameter, assumed before the first update. Adam has two."""
+"""Assumed number of states of a parameter before its first update. Adam has two states per parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """Wrapper of a checkpoint's state.
+    """Wrapper of a state from a checkpoint.
 
-    ``load_state_dict`` does not change the wrapper, because the wrapper is not a tensor.
+    ``Optimizer.load_state_dict`` would copy a tensor to the device. The method does not change the wrapper.
 
     Attributes:
         value: The state, on the device of the checkpoint.
@@ -60,7 +63,7 @@ class Incoming:
 
 
 def as_incoming(value: Any) -> Any:
-    """Return a state of a checkpoint in a wrapper. Return numbers unchanged."""
+    """Wrap a state from a checkpoint. Return numbers and tensors of one element unchanged."""
     is_large = (type(value) is torch.Tensor or is_distributed(value)) and value.numel() > 1
     return Incoming(value) if is_large else value
 
@@ -73,7 +76,7 @@ class Place:
         parameter: The parameter.
         key: Name of the state in ``state[parameter]``.
         start: Offset of the first byte.
-        size: Size of the state. A slice is 1-D.
+        size: Size of the state. The state of a slice is 1-D.
         stride: Strides of the state in elements.
         dtype: Data type of the state.
         spec: Spec of the ``DTensor``, if the state is the local part of a ``DTensor``; ``None`` for a plain
@@ -132,9 +135,10 @@ class SubGroup:
         return [each for each in self.parameters if each.grad is not None]
 
     def cut(self, value: Any) -> Any:
-        """Return the 1-D slice of a tensor with the shape of the parameter.
+        """Return the part of a tensor that belongs to this sub-group.
 
-        Return any other value unchanged.
+        If this sub-group is a slice, a tensor with the shape of the parameter is cut to the 1-D slice. Any
+        other value is returned unchanged.
         """
         if self.part is None or getattr(value, "shape", None) != self.parameters[0].shape:
             return value
@@ -145,7 +149,7 @@ class SubGroup:
 
         Args:
             parameter: The parameter.
-            master: The master's bytes in a slot, if the parameter is an offloaded master.
+            master: The master's bytes in a slot, if the parameter is an offloaded master; ``None`` otherwise.
         """
         if self.part is None and master is None:
             return parameter
@@ -163,13 +167,13 @@ class SubGroup:
         return found
 
     def lay_out(self, states: States, bound: States) -> bool:
-        """Assign positions to states. Return False if no state can be offloaded.
+        """Assign each offloadable state a position in the sub-group. Return False if there is no such state.
 
-        Each state starts at the beginning of a cache line, as in PyTorch.
+        Each state starts at a multiple of 64 bytes, like PyTorch's CPU allocations.
 
         Args:
-            states: The states.
-            bound: States that are already in a slot.
+            states: The states of each parameter.
+            bound: Views of the states that are already in a slot.
         """
         views = {id(value) for entry in bound.values() for value in entry.values()}
         found = [
@@ -194,11 +198,11 @@ class SubGroup:
 class Groups:
     """The sub-groups of one optimizer and its master copies.
 
-    The sub-groups follow changes of the optimizer's parameter groups. A parameter whose states are larger
-    than a sub-group is cut into slices, if updates of slices give the same bits.
+    A parameter whose states are larger than a sub-group is cut into slices, if updates of slices give the
+    same bits.
 
-    Between updates, an offloaded master is the same object but has no bytes. During an update, a tensor with
-    the bytes of a slot replaces the master.
+    Between updates, an offloaded master copy has no bytes. During an update, the optimizer gets a tensor in
+    slot memory instead of the master copy.
 
     Args:
         optimizer: The optimizer.
@@ -212,7 +216,7 @@ class Groups:
     Attributes:
         optimizer: The optimizer.
         homes: The shared store.
-        most: Bytes of states in a sub-group.
+        most: Largest number of bytes of states in a sub-group.
         holding: For each parameter, its sub-group, or the sub-groups of its slices.
 
     Raises:
@@ -253,10 +257,10 @@ class Groups:
 
     @property
     def spread(self) -> list[SubGroup]:
-        """The sub-groups that have states, in the order in which they are offloaded.
+        """The sub-groups that have states, in the order in which sub-groups are chosen for offloading.
 
-        While sub-groups in memory are updated, the next offloaded sub-group is read and the previous
-        offloaded sub-group is written.
+        The chosen sub-groups are spread over an update. While the update runs on sub-groups in memory, an
+        offloaded sub-group is read or written.
         """
         groups = [group for group in self._all if group.places]
         return [groups[number] for number in spread(len(groups))]
@@ -264,7 +268,7 @@ class Groups:
     # ---- changes of the optimizer ------------------------------------------------------------------
 
     def are_current(self) -> bool:
-        """Return True if parameter groups have the same parameters, with the same sizes, as before."""
+        """Return True if the parameters of all sub-groups have the same group and size as before."""
         now = {each: n for n, group in enumerate(self.optimizer.param_groups) for each in group["params"]}
         return all(
             now.get(each) == group.number
@@ -294,7 +298,7 @@ class Groups:
         return made
 
     def clear(self) -> None:
-        """Remove all sub-groups, after their states were brought back into memory."""
+        """Remove all sub-groups. The caller has already brought their states back into memory."""
         for group in self._all:
             group.home.release()
         self._all, self.holding = [], {}
@@ -341,9 +345,9 @@ class Groups:
     # ---- masters -----------------------------------------------------------------------------------
 
     def states_of(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Return the entry in ``optimizer.state``.
+        """Return a copy of a parameter's entry in ``optimizer.state``.
 
-        If the parameter is a master, the entry includes the master itself.
+        If the parameter is a master copy, the result includes the master copy, with the key ``MASTER``.
         """
         entry = dict(self.optimizer.state.get(parameter, {}))
         return {**entry, MASTER: parameter.detach()} if parameter in self._copies else entry
@@ -359,7 +363,7 @@ class Groups:
 
 
 def _is_cut_alike(state: object, parameter: torch.Tensor) -> bool:
-    """Return True if a state can be sliced like its parameter, or if it is a number that all slices share."""
+    """Return True if a state can be sliced like its parameter, or is a number that all slices share."""
     value = state.value if isinstance(state, Incoming) else state
     if not isinstance(value, torch.Tensor) or value.numel() <= 1:
         return True

@@ -1,4 +1,4 @@
-"""Extents of a store that hold the states of one sub-group between updates."""
+"""Storage for the states of sub-groups between updates, in extents of a store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HOST_PART = 64 * 2**20
 """Size of one extent in bytes if the store is host memory.
 
 After each copy, the link to the device is idle until a thread wakes up. On an H200, updates moved 60 GB/s in
-both directions with parts of 8 MiB, and 82 GB/s with parts of 64 MiB.
+both directions with extents of 8 MiB, and 82 GB/s with extents of 64 MiB.
 """
 
 TRIES = 3
@@ -32,17 +32,17 @@ TRIES = 3
 
 
 class Homes:
-    """The store of all sub-groups or frozen weights, with counters.
+    """The store of an optimizer's sub-groups or of frozen weights, with counters of transfers.
 
     Args:
         store: The store.
         device: The device that runs the optimizer.
 
     Attributes:
-        read_bytes: Bytes whose reads have started.
-        written_bytes: Bytes whose writes have started.
+        read_bytes: Number of bytes in all reads that have started.
+        written_bytes: Number of bytes in all writes that have started.
         waited: Seconds spent waiting for transfers.
-        waits: Start and end of each wait. By default, no wait is recorded, because the deque has length 0.
+        waits: Start and end of each wait. The default deque has a maximum length of 0 and records no waits.
             Assign a longer deque to record waits.
     """
 
@@ -73,12 +73,12 @@ class Homes:
 
 
 class Home:
-    """The extents of one sub-group or of one frozen weight. Every write uses the same extents.
+    """The extents of one sub-group or of one frozen weight. Writes of the same size use the same extents.
 
     Args:
         homes: The shared store.
         owner: Name of the parameters, for messages.
-        what: Kind of the bytes, for messages.
+        what: Kind of data, for messages.
 
     Attributes:
         homes: The shared store.
@@ -93,7 +93,8 @@ class Home:
         """Start to write all bytes. The caller waits with :meth:`settle_writes`.
 
         Args:
-            memory: The bytes, page-aligned. The number of bytes must be the same in each call.
+            memory: The bytes, page-aligned. If their number has changed since the last write, the bytes get
+                new extents.
         """
         homes = self.homes
         if sum(write.nbytes for write in self._writes if write.extent is not None) != memory.nbytes:
@@ -150,7 +151,7 @@ class Home:
         return reads
 
     def settle_reads(self, reads: list[Transfer]) -> None:
-        """Wait for reads. Repeat a read that fails.
+        """Wait for reads. Repeat a read that fails, up to ``TRIES`` attempts.
 
         Raises:
             TransferError: The bytes cannot be read.
@@ -174,7 +175,7 @@ class Home:
                     homes.store.read([read])
 
     def on_host(self, nbytes: int) -> torch.Tensor:
-        """Return a copy of the bytes in new host memory, as 1-D uint8. ``on_host`` uses no slots.
+        """Read the bytes into new host memory, and return the memory as a 1-D uint8 tensor.
 
         Raises:
             TransferError: The bytes cannot be read.
@@ -201,5 +202,5 @@ class Home:
 
 
 def page_aligned(nbytes: int, device: Device, alignment: int) -> ByteRange:
-    """Return new page-aligned memory for a sub-group, so that direct I/O needs no extra copy."""
+    """Allocate page-aligned memory, which direct I/O can use without an extra copy."""
     return aligned_range(nbytes, 0, max(alignment, BLOCK), device)

@@ -1,8 +1,9 @@
 """Updates in host memory. The CPU updates some sub-groups while the device updates the other sub-groups.
 
-States of the sub-groups that the CPU updates stay in host memory. Only gradients are copied to the host, and
-parameters are copied back, as in Deep Optimizer States (arXiv 2410.21316). CPU and device both run the
-optimizer's own code. On the host, the optimizer's code uses CPU kernels, which may round differently.
+States of the sub-groups that the CPU updates stay in host memory, as in Deep Optimizer States (arXiv
+2410.21316). Gradients and parameters are copied to the host. After the update, the parameters are copied back
+to the device. CPU and device both run the optimizer's own code. On the host, this code uses CPU kernels,
+which may round differently.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ if TYPE_CHECKING:
     States = Mapping[torch.Tensor, Entry]
 
 _THREADS = 2
-"""Number of threads.
+"""Number of threads that update sub-groups on the CPU.
 
-One thread runs an update on all cores. A second thread copies results of the last update and inputs of the
-next update.
+While one thread runs an update on all cores, the other thread copies the results of the last update and the
+inputs of the next update.
 """
 
 _RECENT = 5
-"""Number of recent updates.
+"""Number of recent updates over which the median rate is taken.
 
-A rate is the median over these updates, because other load on the host may slow down a single update.
+Other load on the host may slow down a single update.
 """
 
 _WORTH_IT = 0.95
-"""A new split of the sub-groups is used only if it reduces the expected time to this fraction or less.
+"""A new split of the sub-groups between device and CPU must reduce the expected time below this fraction.
 
-A sub-group that moves between device and CPU is written and read once more, and a smaller gain may be noise.
+A sub-group that moves between device and CPU is written and read once more. A smaller gain may be noise.
 """
 
 
@@ -65,7 +66,7 @@ class HostUpdates:
         update: Where updates run: ``device``, ``host`` or ``auto``.
 
     Raises:
-        UnsupportedError: The states are on drives, for which CPU and device would compete.
+        UnsupportedError: The states are on drives, not in host memory.
     """
 
     def __init__(self, updates: Updates, kind: type[torch.optim.Optimizer], update: str) -> None:
@@ -94,7 +95,8 @@ class HostUpdates:
         Args:
             groups: All sub-groups to update.
             options: Further arguments of the optimizer's ``step``.
-            record: The record that gets the number of sub-groups for the CPU, and the predicted time.
+            record: The record of the update. This method adds the number of sub-groups for the CPU and the
+                predicted time.
 
         Yields:
             The sub-groups for the device.
@@ -135,7 +137,7 @@ class HostUpdates:
             self._last = marks, sizes, max(self._times) - min(self._times)
 
     def give_up(self, groups: Iterable[SubGroup]) -> None:
-        """Return sub-groups to the device.
+        """Write the states of sub-groups from host memory to the store, so that the device updates them.
 
         Raises:
             TransferError: The states cannot be written.
@@ -155,7 +157,7 @@ class HostUpdates:
     def _choose(self, groups: Sequence[SubGroup]) -> None:
         """Choose the sub-groups for the CPU, and copy their states to host memory.
 
-        Return all other sub-groups to the device.
+        The device updates all other sub-groups.
         """
         updated = set(groups)
         able = [group for group in self._groups.spread if group in updated and self._is_able(group)]
@@ -181,7 +183,7 @@ class HostUpdates:
 
         Args:
             group: The sub-group.
-            resident: States in memory of the parameters that have gradients.
+            resident: For each parameter with a gradient, its states that are not offloaded.
             options: Further arguments of the optimizer's ``step``.
             after: Event after which the gradients and ``resident`` are ready on the device.
 
@@ -229,7 +231,7 @@ class HostUpdates:
 
 
 class _Rates:
-    """Measured rates of device and CPU, and the number of sub-groups for the CPU.
+    """Performance model that splits the sub-groups between device and CPU.
 
     An update takes ``max(bytes on the device / its rate, bytes on the host / its rate)``, as in Deep
     Optimizer States. The rates are measured while device and CPU work at the same time, so the rates include
@@ -245,11 +247,11 @@ class _Rates:
         self._sides: tuple[deque[float], deque[float]] = (deque(maxlen=_RECENT), deque(maxlen=_RECENT))
 
     def count(self, sizes: Sequence[int], before: int) -> int:
-        """Return the number of leading sub-groups that the CPU updates.
+        """Return the number of sub-groups that the CPU updates, from the start of ``sizes``.
 
         Args:
             sizes: Bytes of states of each sub-group.
-            before: Number of sub-groups that the CPU has now.
+            before: Number of sub-groups that the CPU updates now.
         """
         if not self._is_auto:
             return len(sizes)
@@ -261,10 +263,10 @@ class _Rates:
         return best if seconds[best] < _WORTH_IT * seconds[now] else now
 
     def seconds(self, *nbytes: int) -> float | None:
-        """Return the seconds of an update; ``None`` if a rate is unknown.
+        """Return the expected seconds of an update; ``None`` if a rate is unknown.
 
         Args:
-            nbytes: Bytes of states updated by the device, and by the CPU.
+            nbytes: Bytes of the states that the device updates, and bytes of the states that the CPU updates.
         """
         busy = [(some, rates) for some, rates in zip(nbytes, self._sides, strict=True) if some]
         if not busy or not all(rates for _, rates in busy):
@@ -272,7 +274,12 @@ class _Rates:
         return max(some * statistics.median(rates) for some, rates in busy)
 
     def learn(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
-        """Add the bytes and seconds of device and CPU in one update."""
+        """Add the measurements of one update.
+
+        Args:
+            sizes: Bytes of the states that the device updated, and bytes that the CPU updated.
+            seconds: Seconds of the device, and seconds of the CPU.
+        """
         for nbytes, took, rates in zip(sizes, seconds, self._sides, strict=True):
             if nbytes:
                 rates.append(took / nbytes)

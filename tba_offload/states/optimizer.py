@@ -83,7 +83,8 @@ class OptimizerStates:
 
         Args:
             parameter: The parameter.
-            master: Whether to include the parameter itself, as ``MASTER``, if it is an offloaded master copy.
+            master: Whether to include the values of the parameter, with the key ``MASTER``, if the parameter
+                is an offloaded master copy.
 
         Raises:
             StatesAwayError: The entry of this parameter has a placeholder of another parameter.
@@ -94,13 +95,14 @@ class OptimizerStates:
 
     @contextmanager
     def setting(self, parameter: torch.Tensor, *, states: bool = True) -> Iterator[None]:
-        """Allocate memory for the states of a parameter, with undefined contents, for the program to set.
+        """Return a context manager in which the program sets the states of a parameter.
 
-        At the end of the block, the new values are adopted. If the block raises an error, the states are
-        offloaded as before.
+        Inside the ``with`` block, the states have memory with undefined contents. At the end of the block,
+        the new values replace the offloaded values. If the block raises an error, the offloaded values are
+        kept.
 
         Args:
-            parameter: The parameter. For a master copy, the block also sets the master.
+            parameter: The parameter. If it is an offloaded master copy, the block must also set its values.
             states: Whether the block sets the states.
 
         Raises:
@@ -123,9 +125,10 @@ class OptimizerStates:
         self.take(parameter)
 
     def take(self, parameter: torch.Tensor) -> None:
-        """Adopt the states or the master that the program has set, as soon as a whole sub-group is set.
+        """Offload the states or the master copy that the program has set.
 
-        Without a call of ``take``, states that the program has set stay in memory until the next update.
+        The states stay in memory until the program has set enough states for a sub-group. Without a call of
+        ``take``, the states stay in memory until the next update.
 
         Raises:
             TransferError: States of other parameters in the same sub-group cannot be read.
@@ -166,9 +169,9 @@ class OptimizerStates:
     def arrange(self, offloaded: int) -> None:
         """Offload the first ``offloaded`` sub-groups from now on, and keep the other sub-groups in memory.
 
-        The sub-groups that stay are in slots, and ``optimizer.state`` has placeholders for their states too.
-        A session calls this method for ``states.default: auto``. The method needs ``states.when: step`` and
-        ``states.update: device``.
+        The order of the sub-groups is the order of :attr:`sizes`. ``optimizer.state`` also has placeholders
+        for the states of sub-groups that stay in memory. A session calls this method for
+        ``states.default: auto``. The method needs ``states.when: step`` and ``states.update: device``.
 
         Raises:
             TransferError: A sub-group cannot be read or written. The remaining sub-groups stay as they were.
@@ -180,15 +183,15 @@ class OptimizerStates:
                     (slots.stay if number >= offloaded else slots.leave)(group)
 
     def watch_moves(self, seen: Callable[[Moved], object] | None) -> None:
-        """Call a function after each call that moves bytes. See :meth:`MultiStore.watch_moves`."""
+        """Set a function that is called after each transfer. See :meth:`MultiStore.watch_moves`."""
         self._store.watch_moves(seen)
 
     # ------------------------------------------------------------------------------------------------
 
     def close(self, *, bring_back: bool = True) -> None:
-        """Bring the states back into memory, so that the optimizer is as before. May be called twice.
+        """Bring the states back into memory, and restore the optimizer.
 
-        A second call completes an interrupted call.
+        A second call does nothing. If Ctrl-C interrupted the first call, the second call completes it.
 
         Args:
             bring_back: Whether to bring the states back. If False, the optimizer cannot be used any more.
@@ -263,16 +266,16 @@ def offload_optimizer(
         model: The model that the optimizer trains, or its chunks. Messages use the parameter names of the
             model. With ``when: backward`` and several processes, the model is needed to check that
             ``fully_shard`` has sharded all parameters.
-        masters: Maps each high-precision copy that the optimizer updates to its model parameter. Master
-            copies are offloaded with their states. Each model parameter is set as soon as its master is
-            updated.
+        masters: Maps each master copy to its model parameter. A master copy is a high-precision copy of a
+            model parameter, and the optimizer updates the copy. Master copies are offloaded with their
+            states. After the update of a master copy, its value is copied to the model parameter.
         directories: Directories of the store: one path, or one path for each drive. ``directories`` replaces
-            the directories in the policy.
+            the directories in the configuration.
         updated: Function that is called with the record of each update.
 
     Returns:
-        The states. Call ``close()``, or use the object as a context manager, to bring the states back into
-        memory.
+        The offloaded states. Call ``close()``, or use the object as a context manager, to bring the states
+        back into memory.
 
     Raises:
         ConfigError: The configuration is wrong.
@@ -305,12 +308,10 @@ def _names_in(modules: Sequence[nn.Module]) -> dict[torch.Tensor, str]:
 
 
 def _wrap_states(_: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-    """Return the state dict with wrapped tensors.
+    """Wrap the tensors of a state dict, so that ``load_state_dict`` does not copy all tensors to the device.
 
-    The wrapped tensors pass PyTorch's checks. Later, the tensors are copied to the device one sub-group at a
-    time.
-
-    Entries without a parameter are not wrapped.
+    After ``load_state_dict``, the wrapped tensors are copied to the device, one sub-group at a time. Entries
+    without a parameter are not wrapped.
     """
     known = {each for group in state_dict["param_groups"] for each in group["params"]}
     states = {

@@ -48,7 +48,7 @@ elements differed after six updates by RMSprop.
 
 
 def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer inside wrappers, such as a wrapper of Accelerate."""
+    """Return the innermost optimizer of a wrapper, such as Accelerate's wrapper."""
     inner = getattr(optimizer, "optimizer", None)
     while isinstance(inner, torch.optim.Optimizer):
         optimizer, inner = inner, getattr(inner, "optimizer", None)
@@ -58,7 +58,7 @@ def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def check(
     optimizer: torch.optim.Optimizer, config: StatesConfig, modules: Sequence[nn.Module], *, has_masters: bool
 ) -> None:
-    """Check that an optimizer can be updated in parts, at the time and place that the configuration sets.
+    """Check that an optimizer supports updates in parts, with the configured ``when`` and ``update``.
 
     Args:
         optimizer: The optimizer.
@@ -77,12 +77,6 @@ def check(
 
 
 def _check_parts(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
-    """Check that an optimizer can be updated in parts.
-
-    Raises:
-        UnsupportedError: The optimizer cannot be updated in parts, or it is unknown and ``states.trust`` is
-            not set.
-    """
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UnsupportedError(f"{name} is not a torch.optim.Optimizer. Pass the optimizers inside {name}")
@@ -127,17 +121,17 @@ def _check_group(name: str, group: dict[str, Any], *, of_adafactor: bool) -> Non
 
 
 def _goes_by_position(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer of bitsandbytes has settings by index of group and parameter.
+    """Return True if an optimizer of bitsandbytes has settings for single parameters.
 
-    All optimizers of bitsandbytes share one manager. The first step replaces module names in the settings of
-    the manager by parameter indices.
+    All optimizers of bitsandbytes share one manager of these settings. The manager identifies a parameter by
+    its index in the parameter group, which is different in a sub-group.
     """
     manager = getattr(optimizer, "mng", None)
     return any(getattr(manager, name, None) for name in ("index2config", "module_weight_config_triple"))
 
 
 def _attribute_with_optimizers(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the name of the attribute with inner optimizers; ``None`` if no attribute has optimizers."""
+    """Return the name of the attribute that holds inner optimizers; ``None`` if no attribute does."""
     own = set(parameters_of(optimizer))
     for attribute, value in vars(optimizer).items():
         for other in tree_leaves(value, lambda each: isinstance(each, torch.optim.Optimizer)):
@@ -149,11 +143,6 @@ def _attribute_with_optimizers(optimizer: torch.optim.Optimizer) -> str | None:
 def _check_backward(
     optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], *, has_masters: bool
 ) -> None:
-    """Check that an optimizer can be updated in backward.
-
-    Raises:
-        UnsupportedError: The optimizer cannot be updated in backward.
-    """
     name, parameters = type(optimizer).__name__, parameters_of(optimizer)
     come_late = has_peers() and not is_fully_sharded(modules, parameters)
     # With FSDP2's CPUOffloadPolicy, parameters are on the CPU although an accelerator exists.
@@ -171,11 +160,6 @@ def _check_backward(
 
 
 def _check_host(optimizer: torch.optim.Optimizer, update: str) -> None:
-    """Check that the CPU can update sub-groups of an optimizer.
-
-    Raises:
-        UnsupportedError: The CPU cannot update the parameters.
-    """
     name, are_spread = type(optimizer).__name__, any(map(is_distributed, parameters_of(optimizer)))
     may_drift = update == "auto" and has_peers()
     refusals = {
@@ -189,7 +173,7 @@ def _check_host(optimizer: torch.optim.Optimizer, update: str) -> None:
 
 
 def device_of_parameters(optimizer: torch.optim.Optimizer) -> Device:
-    """Return the device of the parameters.
+    """Return the device of an optimizer's parameters.
 
     Raises:
         UnsupportedError: The parameters are on several devices.
@@ -219,7 +203,7 @@ def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def can_be_cut(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
-    """Return True if a parameter can be cut into views, and if updates of the views give the same bits."""
+    """Return True if a parameter can be cut into views, and updates of the views give the same bits."""
     return (
         _name_of(optimizer) in _ELEMENTWISE
         and type(parameter.data) in (torch.Tensor, AwayMaster)
@@ -278,7 +262,7 @@ def is_dense(value: torch.Tensor) -> bool:
 
 
 def is_distributed(value: object) -> bool:
-    """Return True for a ``DTensor``, which exists only if its module is imported."""
+    """Return True for a ``DTensor``. This function does not import ``torch.distributed.tensor``."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 

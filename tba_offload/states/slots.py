@@ -1,8 +1,7 @@
-"""Device memory for three sub-groups.
+"""Slots: device memory for the optimizer states of sub-groups.
 
-While one sub-group is updated, the next sub-group is read and the previous sub-group is written.
-
-Each sub-group that stays in memory also has its own slot.
+Offloaded sub-groups share three slots. While one sub-group is updated, the next sub-group is read and the
+previous sub-group is written. Each sub-group that stays in memory has its own slot.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ if TYPE_CHECKING:
     from tba_offload.store.pool import Transfer
 
 SLOTS = 3
-"""Number of slots. With three slots the drive can be busy all the time, so more slots would not shorten a
-step."""
+"""Number of slots that offloaded sub-groups share. With three slots, the drive can be busy all the time, so
+more slots would not shorten a step."""
 
 _FAR = 2**62
 
 
 class Slot:
-    """Memory for one sub-group.
+    """Memory for the optimizer states of one sub-group.
 
     Args:
         nbytes: Size in bytes.
@@ -40,8 +39,8 @@ class Slot:
 
     Attributes:
         stays: Whether the slot belongs to one sub-group that stays in memory.
-        holder: The sub-group whose bytes are in the slot or are being read; set by :meth:`read` and
-            :meth:`hold`.
+        holder: The sub-group whose states are in the slot, or are being read into the slot. :meth:`read` and
+            :meth:`hold` set this attribute.
     """
 
     holder: SubGroup
@@ -61,24 +60,27 @@ class Slot:
         self._is_used = True  # earlier work on the device may still use the memory
 
     def lend(self) -> torch.Tensor:
-        """Return the whole memory as 1-D uint8, for work on the device. The next read waits for the work."""
+        """Return the whole memory as a 1-D uint8 tensor.
+
+        The next read into the slot waits for the work that the device has queued until then.
+        """
         self._is_used = True
         return self._bytes
 
     @property
     def is_free(self) -> bool:
-        """Whether no transfer is running, and the bytes need no write."""
+        """Whether no transfer uses the slot, and the store has a copy of the bytes."""
         return not self._is_newer and all(each.is_done for each in (*self._reads, *self._writes))
 
     def hold(self, group: SubGroup) -> None:
-        """Set the sub-group whose bytes the caller changes in this slot.
+        """Set the sub-group whose states the caller changes in this slot.
 
-        After this call, the copy of the sub-group in the store is outdated.
+        After this call, the copy of these states in the store is outdated.
         """
         self.holder, self._is_newer = group, True
 
     def read(self, group: SubGroup) -> None:
-        """Start to read a sub-group from the store."""
+        """Start to read the states of a sub-group from the store."""
         # The host may be far ahead of the device. An event recorded now would be reached long after the work
         # on this slot.
         after = self._homes.device.event() if self._is_used else READY
@@ -93,7 +95,7 @@ class Slot:
             self._is_newer = self._is_used = False
 
     def settle(self) -> None:
-        """Wait until no transfer is running.
+        """Wait for the transfers of this slot.
 
         Raises:
             TransferError: The bytes cannot be read or written.
@@ -117,10 +119,7 @@ class Slot:
         self._reads = []
 
     def give_up(self) -> None:
-        """Wait until no transfer is running, and ignore failures.
-
-        Do not wait for the transfers of a hanging drive.
-        """
+        """Wait for the transfers of this slot, and ignore errors. Stop waiting if a drive hangs."""
         for transfer in (*self._reads, *self._writes):
             try:
                 self._homes.wait(transfer)
@@ -130,10 +129,10 @@ class Slot:
                 continue
 
     def empty(self) -> None:
-        """Write the bytes, so that other sub-groups can use the memory.
+        """Write the bytes to the store, so that another sub-group can use the slot.
 
         Raises:
-            TransferError: The bytes cannot be written, or a prefetch cannot be read.
+            TransferError: The bytes cannot be written, or an earlier read into the slot failed.
         """
         self.write()
         self.settle()
@@ -155,8 +154,8 @@ class Slots:
         groups: The sub-groups of the optimizer. All slots together are no larger than the states of these
             sub-groups.
         homes: The store and the device.
-        next_use: Function that returns a number for a sub-group: the larger the number, the later the
-            sub-group is needed again.
+        next_use: Function that returns a number for a sub-group. A larger number means that the sub-group is
+            needed later.
     """
 
     def __init__(self, groups: Groups, homes: Homes, next_use: Callable[[SubGroup], int]) -> None:
@@ -175,10 +174,10 @@ class Slots:
         return self._of.get(group)
 
     def load(self, group: SubGroup) -> Slot:
-        """Return the slot with the bytes of a sub-group. If necessary, read the bytes.
+        """Return the slot with the states of a sub-group. If necessary, read the states from the store.
 
         Raises:
-            TransferError: The bytes cannot be read.
+            TransferError: The states cannot be read.
         """
         if group not in self._of:
             self._read(group, self._shared())
@@ -194,11 +193,15 @@ class Slots:
         return group in self._of
 
     def take(self, group: SubGroup, *, stays: bool = False) -> Slot:
-        """Return a slot for new bytes of a sub-group.
+        """Return a slot into which the caller writes new states of a sub-group.
 
-        If no slot is free, wait. The caller then calls :meth:`hold`.
+        After writing, the caller calls :meth:`hold`. The new states also exist outside of the slots, so this
+        method creates a slot only if there are fewer than two shared slots. Otherwise the method writes the
+        contents of one slot to the store.
 
-        The new bytes also exist outside the slots, so this method uses at most two slots.
+        Args:
+            group: The sub-group.
+            stays: Whether the sub-group stays in memory. It then gets its own slot.
 
         Raises:
             TransferError: The old contents of the slot cannot be written.
@@ -208,10 +211,7 @@ class Slots:
         return self._slot(group, self._shared(), SLOTS - 1)
 
     def hold(self, group: SubGroup, slot: Slot) -> None:
-        """Assign a slot to a sub-group.
-
-        The caller writes or changes the bytes of the sub-group in the slot.
-        """
+        """Assign a slot to a sub-group whose states the caller writes or changes in the slot."""
         self._of[group] = slot
         slot.hold(group)
 
@@ -221,7 +221,7 @@ class Slots:
         self._of[group] = slot
 
     def _slot(self, group: SubGroup, among: Sequence[Slot], most: int = SLOTS) -> Slot:
-        """Return a new slot or, if no slot can be added, write and return the slot that is needed last."""
+        """Return a new slot. If no slot can be added, empty the slot whose sub-group is needed last."""
         if self._has_room(group, most):
             return Slot(group.nbytes, self._homes)
         slot = max(self._large_enough(group, among) or among, key=lambda slot: self._next_use(slot.holder))
@@ -234,7 +234,7 @@ class Slots:
         return [slot for slot in self._of.values() if not slot.stays]
 
     def _large_enough(self, group: SubGroup, among: Iterable[Slot]) -> list[Slot]:
-        """Return the slots that are large enough for a sub-group, or may grow to its size."""
+        """Return the slots that are large enough for a sub-group, or that may grow to the size needed."""
         return [
             slot for slot in among if slot.memory.nbytes >= group.nbytes or self._fits(group.nbytes, slot)
         ]
@@ -244,9 +244,10 @@ class Slots:
         return not shared or (len(shared) < most and self._fits(group.nbytes))
 
     def _fits(self, nbytes: int, slot: Slot | None = None) -> bool:
-        """Return True if all slots, with a slot of ``nbytes``, are no larger than the largest sub-groups.
+        """Return True if the shared slots and a slot of ``nbytes`` are no larger than the largest sub-groups.
 
-        If there are enough sub-groups, a small sub-group counts with the usual size.
+        The largest slot is compared with the largest sub-group, and so on. A small sub-group counts with the
+        usual size of a sub-group.
         """
         sizes = [group.nbytes for group in self._groups]
         usual = min(self._groups.most, sum(sizes) // SLOTS)
@@ -256,12 +257,12 @@ class Slots:
         return len(slots) <= len(largest) and all(map(int.__le__, slots, largest))
 
     def write(self, group: SubGroup) -> None:
-        """Start to write a sub-group in a slot, unless it stays in memory."""
+        """Start to write the states of a sub-group to the store, unless the sub-group stays in memory."""
         if group in self._of and not self.stays(group):
             self._of[group].write()
 
     def drop(self, group: SubGroup) -> None:
-        """Discard the bytes of a sub-group in a slot, even if the bytes are not written."""
+        """Discard the slot of a sub-group, even if the states in the slot are not written yet."""
         slot = self._of.pop(group, None)
         if slot is not None:
             slot.give_up()
@@ -273,7 +274,7 @@ class Slots:
         return group in self._of and self._of[group].stays
 
     def stay(self, group: SubGroup) -> None:
-        """Move a sub-group into its own slot, so that it stays in memory.
+        """Move a sub-group into its own slot, so that the sub-group stays in memory.
 
         Raises:
             TransferError: The sub-group cannot be read.
@@ -285,7 +286,7 @@ class Slots:
         group.home.release()
 
     def leave(self, group: SubGroup) -> None:
-        """Write a sub-group to the store and free its slot.
+        """Write the states of a sub-group to the store, and free the slot.
 
         Raises:
             TransferError: The sub-group cannot be written.
@@ -298,8 +299,8 @@ class Order:
     """The order in which sub-groups are updated, which determines when each sub-group is needed again.
 
     Args:
-        turns: Whether the next update has the reverse order. An update in reverse order begins with the
-            sub-groups that are still in their slots, and these sub-groups need no write and no read.
+        turns: Whether each update has the reverse order of the last update. An update in reverse order begins
+            with the sub-groups that are still in their slots. These sub-groups need no write and no read.
     """
 
     def __init__(self, *, turns: bool) -> None:
@@ -309,7 +310,15 @@ class Order:
         self._at = -1
 
     def begin(self, done: Sequence[SubGroup], groups: Sequence[SubGroup]) -> Sequence[SubGroup]:
-        """Set the order of an update, after ``done`` sub-groups. Return the remaining sub-groups in order."""
+        """Set the order of an update.
+
+        Args:
+            done: Sub-groups that are already updated.
+            groups: Sub-groups to update.
+
+        Returns:
+            The sub-groups to update, in order.
+        """
         line = [*done, *(reversed(groups) if self._is_reversed else groups)]
         self._places = {group: place for place, group in enumerate(line)}
         self._at = len(done) - 1
@@ -320,24 +329,22 @@ class Order:
         self._at = self._places.setdefault(group, len(self._places))
 
     def end(self) -> None:
-        """End an update. The next update has the reverse order, or the same order again."""
+        """End an update, and reverse the order for the next update if ``turns`` is set."""
         if self._turns:
             self._is_reversed = not self._is_reversed
         else:
             self._at = -1
 
     def upcoming(self) -> Sequence[SubGroup]:
-        """Return the sub-groups that are updated next."""
+        """Return the sub-groups that are still to be updated, in order."""
         # A list and not a generator, because a Ctrl-C is lost while a generator is closed.
         return [*self._places][self._at + 1 :]
 
     def next_use(self, group: SubGroup) -> int:
-        """Return a number that shows when a sub-group is needed again.
+        """Return a number that is larger for a sub-group that is needed later.
 
-        The remaining sub-groups of the current update have the smallest numbers.
-
-        Of the updated sub-groups, the last one has the smallest number, as if the next update had the reverse
-        order. In any case, a slot whose write has finished is reused first.
+        The sub-group of the current update has the smallest number. The sub-groups that are still to be
+        updated follow. The sub-groups that are already updated come last, in reverse order.
         """
         place = self._places.get(group, 2 * _FAR)
         if place <= self._at:

@@ -1,4 +1,4 @@
-"""Updates of some parameters by the optimizer's own code, and the replacement of ``optimizer.step``."""
+"""Updates of selected parameters by the optimizer's own code, and the replacement of ``optimizer.step``."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ _APART = ("params", "param_groups", "state")
 
 
 class Twin:
-    """A twin of an optimizer, which runs the optimizer's own update on some parameters and states.
+    """Runner of the optimizer's own update on selected parameters and their states.
 
-    Each twin starts with the attributes of the optimizer. A step count in the optimizer or in a parameter
-    group therefore increases by one per step, for any number of twins. Only :meth:`commit` changes the
+    Each run creates a twin, which is a new object of the optimizer's class. The twin gets the attributes and
+    settings of the optimizer, and all twins of one step start with the same values. A step count in the
+    optimizer therefore increases by one per step, for any number of twins. Only :meth:`commit` changes the
     optimizer.
 
     Args:
         optimizer: The optimizer.
         kind: Class of the optimizer.
-        settings: Function that converts settings and attributes of the optimizer for the twin.
+        settings: Function that converts settings and attributes of the optimizer for a twin.
 
     Attributes:
         kind: The class of the optimizer.
@@ -52,9 +53,7 @@ class Twin:
     def run(self, number: int, entries: Mapping[torch.Tensor, Entry], options: Mapping[str, Any]) -> None:
         """Update some parameters of one parameter group.
 
-        After the update, ``states`` holds the states of these parameters.
-
-        After an error, ``states`` holds the states that exist.
+        After the update, or after an error, :attr:`states` holds the states of these parameters.
 
         Args:
             number: Index of the parameter group.
@@ -74,10 +73,10 @@ class Twin:
         self.states = twin.state
 
     def check_rest(self) -> None:
-        """Check that ``states`` is empty after the states of all parameters were taken out.
+        """Check that :attr:`states` is empty. The caller has removed the states of all parameters.
 
         Raises:
-            UnsupportedError: The update keeps states that belong to no parameter.
+            UnsupportedError: The optimizer has a state that does not belong to a parameter.
         """
         if self.states:
             raise UnsupportedError(
@@ -86,23 +85,23 @@ class Twin:
             )
 
     def commit(self) -> None:
-        """Copy the changes of the twins' attributes and parameter groups to the optimizer."""
+        """Copy the changes of the twins' attributes and settings to the optimizer."""
         for number, loan in self._loans.items():
             loan.give_back(vars(self._optimizer) if number is None else self._optimizer.param_groups[number])
         self.discard()
 
     def discard(self) -> None:
-        """Drop the changes of the twins."""
+        """Discard the changes of the twins' attributes and settings, and the states after the last run."""
         self._loans, self.states = {}, {}
 
 
 class _Loan:
-    """Values of the optimizer that a twin uses. The twin's changes can be copied back.
+    """Attributes or settings of the optimizer for a twin. Changes by the twin can be copied back.
 
-    A number in a tensor is copied, because an update may change the number in place.
+    A tensor of one element is copied, because an update may change the tensor in place.
 
     Args:
-        values: The values by name.
+        values: The attributes or settings, by name.
         taken: The dict of the twin that receives the values.
 
     Attributes:
@@ -118,9 +117,9 @@ class _Loan:
         taken.update(self._given)
 
     def give_back(self, own: dict[str, Any]) -> None:
-        """Copy back the values that the twin has changed.
+        """Copy the values that the twin has changed to the optimizer.
 
-        Other code may have changed the other values in the meantime.
+        Values that the twin has not changed are not copied, because other code may have changed these values.
         """
         for name, value in self.taken.items():
             if value is not self._given.get(name, _APART):
@@ -139,11 +138,11 @@ def _is_number(value: object) -> TypeGuard[torch.Tensor]:
 _taken: dict[Kind, Kind] = {}
 
 _STEP = "_tba_offload_step"
-"""Name of an attribute of an optimizer: the function that its ``step`` calls."""
+"""Name of the optimizer's attribute that holds the function for ``step`` to call."""
 
 
 class Takeover:
-    """The replacement of ``optimizer.step`` by another function, inside the user's hooks.
+    """Replacement of ``optimizer.step`` by another function. The user's step hooks still run.
 
     The optimizer stays the same object and an instance of its class, and ``step`` stays a method. Schedulers,
     ``GradScaler`` and hooks therefore work as before.
@@ -169,7 +168,7 @@ class Takeover:
         """Make ``optimizer.step(closure, **options)`` call ``step(closure, options)`` from now on.
 
         Args:
-            step: The function.
+            step: The function to call.
         """
         vars(self._optimizer).pop("step", None)
         vars(self._optimizer)[_STEP] = step
@@ -197,7 +196,7 @@ def _class_for(kind: Kind) -> Kind:
 
 
 def _hooked(kind: Kind) -> Step:
-    """Return a ``step`` that calls the user's hooks around the function of :meth:`Takeover.begin`."""
+    """Return a ``step`` method that runs the user's hooks and the function from :meth:`Takeover.begin`."""
 
     @functools.wraps(kind.step)
     def step(self: torch.optim.Optimizer, closure: Any = None, **options: Any) -> Any:

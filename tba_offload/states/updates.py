@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 
 class Updates:
-    """Updates of one sub-group after another.
+    """Updates of one optimizer, one sub-group after another.
 
-    During an update, the next sub-group is read and the previous sub-group is written.
+    During the update of a sub-group, the next sub-group is read and the previous sub-group is written.
 
     Args:
         optimizer: The optimizer.
@@ -109,13 +109,12 @@ class Updates:
 
         Raises:
             SessionError: An earlier update failed halfway.
-            TransferError: States cannot be read. Some parameters may already be updated, as after an error in
-                any optimizer.
+            TransferError: States cannot be read. Some parameters may already be updated.
         """
         return self._make(options)
 
     def _make(self, options: Mapping[str, Any], done: Sequence[SubGroup] = ()) -> StatesRecord:
-        """Update all parameters that have gradients. Sub-groups that are already updated are left out."""
+        """Update all parameters that have gradients, except the sub-groups in ``done``."""
         with self._guarded():
             self.follow()
             try:
@@ -154,7 +153,7 @@ class Updates:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Count the transfers in the block. If a transfer fails, reject later updates."""
+        """Count the transfers in the ``with`` block. If a transfer fails, reject later updates."""
         if self._failure is not None:
             raise SessionError(
                 f"an earlier optimizer update failed after some parameters were updated: {self._failure}. "
@@ -177,11 +176,11 @@ class Updates:
     # ---- between updates -------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Apply changes of parameters and states since the last update.
+        """Apply changes that the program has made to parameters and states since the last update.
 
         Raises:
             TransferError: States cannot be read.
-            StatesAwayError: A placeholder is in the wrong place. No state has changed.
+            StatesAwayError: A placeholder is at the wrong parameter or key. No state has changed.
         """
         self.entries.check_owners()
         if not self.groups.are_current():
@@ -202,7 +201,7 @@ class Updates:
         self.order.begin((), ())
 
     def loaded(self) -> None:
-        """Adopt the states of a loaded checkpoint, and allow updates again after a failure."""
+        """Offload the states of a loaded checkpoint, and allow updates again after a failed update."""
         self._failure = None
         with interrupts_put_off():
             for group in self.groups:
@@ -217,11 +216,10 @@ class Updates:
 
 @contextmanager
 def interrupts_put_off() -> Iterator[None]:
-    """Delay the first Ctrl-C until the end of the block, where states are consistent.
+    """Delay the first Ctrl-C until the end of the ``with`` block, when states are consistent.
 
-    A second Ctrl-C raises at once.
-
-    Outside of the main thread, or if the program has its own handler, nothing is delayed.
+    A second Ctrl-C raises ``KeyboardInterrupt`` at once. Outside of the main thread, or if the program has
+    its own handler for Ctrl-C, nothing is delayed.
     """
     handler, came = signal.default_int_handler, False
 
@@ -249,18 +247,19 @@ class StatesRecord:
     """Figures of one update of an optimizer with offloaded states.
 
     Attributes:
-        seconds: Duration of the update, including parts in backward, without closure and hooks.
-        waited_seconds: Seconds in which the training thread waited for drives.
+        seconds: Duration of the update. Updates in backward are included. The closure and the hooks of the
+            optimizer step are excluded.
+        waited_seconds: Seconds in which the training thread waited for transfers.
         read_bytes: Bytes of states that were read.
         written_bytes: Bytes of states that were written.
         states_bytes: Bytes of all states that are offloaded between updates.
-        slot_bytes: Bytes of the slots, which stay on the device.
+        slot_bytes: Bytes of the slots on the device, without the sub-groups that stay in memory.
         sub_groups: Number of updated sub-groups.
-        staying: Number of all sub-groups that stay in memory between updates.
+        staying: Number of sub-groups that stay in memory between updates.
         staying_bytes: Bytes of the states that stay in memory between updates.
         in_backward: Number of sub-groups updated in backward.
-        predicted_seconds: ``seconds`` as predicted from the rates of device and CPU; ``None`` without a
-            prediction.
+        predicted_seconds: Predicted duration of the update, from measured rates of device and CPU; ``None``
+            without a prediction.
         on_host: Number of sub-groups updated by the CPU.
     """
 
