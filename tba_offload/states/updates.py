@@ -156,7 +156,7 @@ class Updates:
         """Count the transfers in the ``with`` block. If a transfer fails, reject later updates."""
         if self._failure is not None:
             raise SessionError(
-                f"an earlier optimizer update failed after some parameters were updated: {self._failure}. "
+                f"an earlier update of the optimizer failed halfway: {self._failure}. "
                 "Load a checkpoint of the model and the optimizer"
             )
         homes, record, began = self.homes, self._record, time.perf_counter()
