@@ -1,8 +1,8 @@
 """The command line: ``tba-offload COMMAND``, or ``python -m tba_offload COMMAND``.
 
-Commands import modules when they run, so that a command that reads a run log does not import torch. A command
-that raises a :class:`TbaError` prints one line on stderr and exits with status 1. A command line with wrong
-options exits with status 2.
+Each command imports the modules that it needs when it runs. A command that reads a run log therefore does not
+import torch. If a command raises a :class:`TbaError`, the program prints one line on stderr and exits with
+status 1. If options are wrong, the program exits with status 2.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COMPLETION = (
 
 
 class _Commands(click.Group):
-    """Command group that prints each :class:`TbaError` of a command as one line."""
+    """A command group that prints a :class:`TbaError` of a command as one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -25,9 +25,9 @@ _LAYERS = re.compile(r"(?:(?P<stack>[^:\s]+):)?(?P<count>[1-9][0-9]{0,5})")
 def _stacks(
     _context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]
 ) -> dict[str | None, int]:
-    """Return the number of layers of each stack.
+    """Return the number of layers of each stack. A model with one stack has the key ``None``.
 
-    An option value is ``24``, or a stack with a number such as ``encoder:12``.
+    Examples of option values are ``24`` for one stack, and ``encoder:12`` for the stack ``encoder``.
     """
     stacks: dict[str | None, int] = {}
     for value in values:
@@ -53,11 +53,11 @@ def _stacks(
 )
 @JSON
 def check(policy: Path, stacks: dict[str | None, int], *, as_json: bool) -> None:
-    """Print the placements in a policy for a model of N layers, or all errors in the policy.
+    """Print the placement of each layer under a policy, or all errors in the policy.
 
-    The output lists the placement of each layer with the rule that sets the placement. If the policy offloads
-    optimizer states or frozen weights, the output also lists their placements. Rules that match module names
-    need the model, so these rules are listed but not applied. The exit status is 1 if the policy has an
+    For each layer, the output has the placement and the rule that sets the placement. If the policy offloads
+    optimizer states or frozen weights, the output also lists their placements. A rule that matches module
+    names needs the model, so this rule is listed but not applied. The exit status is 1 if the policy has an
     error.
     """
     from tba_offload.config import load_config

@@ -58,9 +58,9 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 def demo(**options: Any) -> None:
     """Train a small Megatron GPT on real text with keep, recompute and offload, and compare the strategies.
 
-    The strategies run in separate processes and alternate step by step. The command prints a table, and
-    writes run logs, rok.svg, rok.png and summary.json to the output directory. The command needs
-    megatron-core and matplotlib: pip install 'tba-offload[megatron,plots]'.
+    Each strategy runs in its own process. The processes take turns after each step. The command prints a
+    table. The command writes run logs, rok.svg, rok.png and summary.json to the output directory. The command
+    needs megatron-core and matplotlib: pip install 'tba-offload[megatron,plots]'.
     """
     from tba_lab.demo import run_on_console
 

@@ -47,20 +47,21 @@ def _flops(_context: click.Context, _parameter: click.Parameter, text: str) -> f
 def estimate(*, host_capacity: int | None, **options: Any) -> None:
     """Compute the cost of each placement before any run.
 
-    The placements are keep, offload, offload-remat, recompute and recompute-offload. With keep, activations
-    stay in memory. With offload, activations are written to drives and read back. offload-remat is like
-    offload, but backward computes the outputs of cheap operations again. With recompute, backward runs each
-    layer again. recompute-offload is like recompute, but the inputs of layers are offloaded. With
-    --device-bytes, the last row of the table is the fastest plan that fits the device.
+    The placements are 'keep', 'offload', 'offload-remat', 'recompute' and 'recompute-offload'. With 'keep',
+    activations stay in memory. With 'offload', activations are written to drives and read back.
+    'offload-remat' is like 'offload', but backward computes the outputs of cheap operations again. With
+    'recompute', backward runs each layer again. 'recompute-offload' is like 'recompute', but the inputs of
+    layers are offloaded. With --device-bytes, the last row of the table is the fastest plan that fits the
+    device.
 
     For each placement, the output has the activation peak, the step time, the bytes written and the life of
-    the drives. The column 'Drives need' has the rate at which drives can write all bytes of a step during
+    the drives. The column 'Drives need' has the write rate at which drives write all bytes of a step during
     forward. A step writes fewer bytes if backward still finds some activations in memory. The last line names
-    the sequence lengths at which writes and reads of recompute-offload do not delay training.
+    the sequence lengths at which 'recompute-offload' does not wait for drives.
 
-    The model is a language model of transformers with one stack of layers. The model runs steps on tensors
-    without data. The rates of host memory are measured on this machine. Kernels are also those of this
-    machine: on a CPU, dropout and attention with dropout save more bytes than on a GPU.
+    The model is a language model of the package transformers, with one stack of layers. The model runs on
+    tensors without data. The rates of host memory are measured on this machine. The estimate uses the kernels
+    of this machine. On a CPU, dropout and attention with dropout save more bytes than on a GPU.
     """
     bits = options.pop("base_bits")
     if bits is not None and options["lora"] is None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tba_offload.store.doctor import Location
 
 _POLICY = Path(__file__).with_name("policy.yaml")
-"""Template of the policy file. Names in braces are replaced by values for this machine."""
+"""Template of the policy file. The command replaces names in braces by values for this machine."""
 
 
 @click.command()
@@ -36,11 +36,11 @@ _POLICY = Path(__file__).with_name("policy.yaml")
 def init(directories: tuple[Path, ...], output: Path, *, force: bool) -> None:
     """Write a policy file with comments for the drives of this machine.
 
-    With the policy, training fits the device ("fit").
+    Under this policy, the planner chooses the fastest placements that fit the device.
 
-    DIR is a directory on a drive. Name one directory for each drive. Without DIR, the policy names each
-    mounted NVMe drive on which you may write. Without NVMe drives, the policy names the directory for
-    temporary files. To measure drives, use tba-offload doctor.
+    DIR is a directory on a drive. Name one directory for each drive. The default is each mounted NVMe drive
+    on which you may write. Without NVMe drives, the default is the directory for temporary files. To measure
+    drives, use tba-offload doctor.
     """
     must_be_new(output, force=force)
     found = {path: _look_at(path) for path in map(str, directories or _drives())}
@@ -55,7 +55,7 @@ def init(directories: tuple[Path, ...], output: Path, *, force: bool) -> None:
 
 
 def _drives() -> list[str]:
-    """Return the mount points of NVMe drives. Without NVMe drives, return the temporary directory."""
+    """Return the mount points of NVMe drives, or the temporary directory if there are none."""
     from tba_offload.store.open import temporary_directory
 
     temporary = temporary_directory()

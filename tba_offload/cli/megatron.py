@@ -14,8 +14,8 @@ import click
 def patch(directory: Path, *, check: bool, reverse: bool) -> None:
     """Add the --tba- flags to the scripts of a Megatron-LM checkout.
 
-    DIR is the root of the checkout. Patching a second time changes nothing. The command refuses a release
-    without a patch, and a checkout whose files were modified at the lines of the patch.
+    DIR is the root of the checkout. If the checkout is already patched, the command changes nothing. The
+    command fails if no patch exists for the release, or if the lines that the patch changes were modified.
     """
     from tba_offload.megatron.patch import Checkout
 
@@ -36,9 +36,9 @@ def patch(directory: Path, *, check: bool, reverse: bool) -> None:
 def launch(*, cpu: bool, script: str, arguments: tuple[str, ...]) -> None:
     """Run an unmodified training script of Megatron-LM with offloading, in one process.
 
-    SCRIPT is pretrain_gpt.py of a checkout. The ARGUMENTS of SCRIPT may contain --tba- flags, which the
-    --help of SCRIPT lists. For several processes, use: torchrun ... -m tba_offload.megatron.launch SCRIPT
-    ARGUMENTS.
+    SCRIPT is a training script in a checkout of Megatron-LM, such as pretrain_gpt.py. ARGUMENTS are the
+    arguments of the script, and may contain --tba- flags. To list these flags, pass --help as argument. For
+    several processes, use: torchrun ... -m tba_offload.megatron.launch SCRIPT ARGUMENTS.
     """
     from tba_offload.megatron.launch import CPU, prepare, run
 

@@ -30,10 +30,11 @@ def _output(what: str, **more: Any) -> Callable[[FC], FC]:
 @_RUN
 @JSON
 def why(run: Path, *, as_json: bool) -> None:
-    """Print the holders of memory at the peak, and the one change that lowers the peak most.
+    """Print what holds memory at the memory peak of a run, and the one change that lowers the peak most.
 
-    The output names the phase and the layer of the memory peak, the holders of memory in the phase, and the
-    planned and measured peaks. In a run with several ranks, the command uses the rank with the highest peak.
+    The output names the phase and the layer at the memory peak, and what holds memory in this phase. The
+    output also has the planned peak and the measured peak. For a run with several ranks, the command uses the
+    rank with the highest peak.
     """
     from tba_offload.report import text
     from tba_offload.report.why import why as diagnose
@@ -60,7 +61,8 @@ def why(run: Path, *, as_json: bool) -> None:
 def rok(runs: tuple[Path, ...], output: tuple[Path, ...], *, as_json: bool, memory: Memory) -> None:
     """Compare runs by memory peak and throughput, as a ROK curve (recompute, offload, keep).
 
-    Each run log is one point of the curve. The output has a table of the points, the Pareto set and advice.
+    Each run is one point of the curve. The output is a table of the runs, and advice. Stars mark the
+    Pareto set: the runs for which no other run has both a lower peak and a higher throughput.
     """
     from tba_offload.report import rok as report
     from tba_offload.report import text
@@ -103,16 +105,17 @@ def plan(
     as_json: bool,
     **goal: Any,
 ) -> None:
-    """Print the plans that the planner would make for a recorded run, without another run.
+    """Print the plans that the planner would make for a recorded run, without running the model again.
 
-    The command reads the run log of one process. The output has the best plan for each of several budgets,
-    and the plan for --budget. Without --budget, the plan has the lowest peak at which training never waits
-    for drives and a step takes no longer than with keep. If the lowest peak is almost as high as with keep,
-    the plan keeps all layers.
+    The command reads the run log of one process. The output has a table with the best plan for each of
+    several budgets, and one chosen plan. With --budget, the chosen plan is the best plan for the budget.
+    Without --budget, the chosen plan has the lowest peak at which training does not wait for drives and a
+    step takes no longer than with 'keep'. If this peak is almost as high as with 'keep', the chosen plan
+    keeps all layers.
 
-    By default, plans use the drive rates in the run log. The options --write and --read, or --dir, replace
-    these rates. A run that kept all layers did not use the drives, so its run log needs --write and --read,
-    or --dir.
+    By default, plans use the drive rates in the run log. The option --write (with --read), or the option
+    --dir, replaces these rates. A run with 'keep' for all layers has no drive rates in its run log, so the
+    run needs one of these options.
     """
     from tba_offload.planner.what_if import Situation
     from tba_offload.report import text
@@ -141,9 +144,9 @@ def plan(
 def timeline(run: Path, output: tuple[Path, ...], step: int | None) -> None:
     """Draw the timeline of one step: memory, traffic of each drive, layers and waits.
 
-    The output is a picture, or a trace for ui.perfetto.dev and chrome://tracing. If memory is measured, the
-    run log has a timeline for step 3 and for each later step whose number is a power of two. The run log also
-    has a timeline for each step with session.step(trace=True).
+    The output is a picture, or a trace for ui.perfetto.dev and chrome://tracing. If the run measures memory,
+    its run log has a timeline for step 3, and for the later steps 4, 8, 16 and so on. The run log also has a
+    timeline for each step that the program opens with session.step(trace=True).
     """
     from tba_offload.report.log import read_run_log
     from tba_offload.report.ranks import paths_of_ranks
@@ -168,7 +171,7 @@ def timeline(run: Path, output: tuple[Path, ...], step: int | None) -> None:
 @_RUNS
 @_output("HTML file to write. An existing file is replaced.", default="report.html", show_default=True)
 def report(runs: tuple[Path, ...], output: Path) -> None:
-    """Write an HTML page about runs: the cost of each run, all steps, the holders of memory, and advice.
+    """Write an HTML page about runs: the cost of each run, all steps, what holds memory, and advice.
 
     The page is one file that needs no network. For several runs, the page begins with a ROK curve. The
     command needs matplotlib and Jinja2: pip install 'tba-offload[report]'.

@@ -35,7 +35,7 @@ DIRECTORIES = click.argument(
 
 
 def size(_context: click.Context, _parameter: click.Parameter, text: str | None) -> int | None:
-    """Return the number of bytes of an option value such as ``12GiB``."""
+    """Return the number of bytes for an option value such as ``12GiB``."""
     from tba_offload.config import parse_size
 
     try:
@@ -48,7 +48,7 @@ def size(_context: click.Context, _parameter: click.Parameter, text: str | None)
 
 
 def rate(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
-    """Return the bytes per second of an option value such as ``6GB/s``."""
+    """Return the bytes per second for an option value such as ``6GB/s``."""
     return size(context, parameter, text and text.removesuffix("/s"))
 
 
@@ -58,7 +58,7 @@ RATED = click.option(
     metavar="SIZE",
     help="Rated writes (TBW) of all drives together, such as 600TB. Used to compute the life of the drives.",
 )
-"""Option ``--rated``, for the endurance of drives."""
+"""Option ``--rated``: the rated endurance of the drives."""
 
 
 def rates(command: FC) -> FC:
@@ -70,9 +70,9 @@ def rates(command: FC) -> FC:
 
 
 def bandwidth_of(options: dict[str, Any]) -> Bandwidth | None:
-    """Remove the options for drive rates from ``options``.
+    """Remove the options of :func:`rates` from ``options``, and return the drive rates that they give.
 
-    Return the rates, or ``None`` without rate options.
+    Return ``None`` if none of these options was given.
     """
     from tba_offload.planner.model import Bandwidth
 
@@ -83,7 +83,12 @@ def bandwidth_of(options: dict[str, Any]) -> Bandwidth | None:
 
 
 def with_host_memory(drives: Bandwidth, capacity: int) -> Bandwidth:
-    """Return the rates of drives, with measured rates of host memory added."""
+    """Measure the rates of host memory on this machine, and add them to the rates of drives.
+
+    Args:
+        drives: The rates of drives.
+        capacity: Maximum bytes in host memory.
+    """
     from tba_offload.planner.model import Bandwidth
 
     host = Bandwidth(*_measured(kind="host", capacity=64 << 20), capacity)
@@ -111,11 +116,11 @@ def must_be_new(path: Path, *, force: bool) -> None:
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str], logs: Iterable[Path] = ()) -> Iterator[None]:
-    """Return a context manager for code that writes a file, which turns an OSError into a ClickException.
+    """Turn an ``OSError`` in the block, which writes a file, into a ``ClickException``.
 
     Args:
         path: The file to write.
-        logs: Run logs that must not be replaced, because there may be no other copy.
+        logs: Run logs that the command reads. These files must not be replaced.
 
     Raises:
         ClickException: The file cannot be written, or is one of the run logs.

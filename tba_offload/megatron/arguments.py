@@ -1,8 +1,8 @@
 """Flags for Megatron-LM's training scripts, in one argparse group.
 
-All flags begin with ``--tba-`` and override the policy file. Any of these flags switches offloading on. A
-command line with a Megatron setting that is incompatible with offloading is refused before a process group
-exists.
+All flags begin with ``--tba-``. Flags override the policy file. Any of these flags switches offloading on.
+Some settings of Megatron are incompatible with offloading. These settings raise an error before Megatron
+creates process groups.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _FLAGS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("run-log", "", _FILE, "Path of the run log, such as run.jsonl. Rank 0 writes run.rank0.jsonl."),
     ("trace-steps", "", _STEPS, "Numbers, from 1, of the steps to record as timelines."),
 )
-"""The flags: name, setting of the policy, options for argparse, and help text of each flag."""
+"""For each flag: its name without ``--tba-``, the policy setting, options for argparse, and the help text."""
 
 
 class Conflict(NamedTuple):
-    """Setting of Megatron that is incompatible with offloading.
+    """A setting of Megatron that is incompatible with offloading.
 
     Attributes:
-        flag: Flag of Megatron, with the value if only one value is incompatible.
-        why: Reason of the incompatibility.
-        allowed: Values of the flag that are compatible with offloading.
-        instead: Remedy besides removing the flag.
+        flag: The flag of Megatron.
+        why: The reason why the flag is incompatible.
+        allowed: Values of the flag that are compatible.
+        instead: What the user can remove or change instead of the flag.
     """
 
     flag: str
@@ -58,11 +58,11 @@ class Conflict(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Attribute of Megatron's arguments, which releases without the setting do not have."""
+        """Name of the flag's attribute in Megatron's parsed arguments. Some releases do not have the flag."""
         return self.flag.partition(" ")[0].removeprefix("--").replace("-", "_")
 
     def is_in_the_way(self, arguments: argparse.Namespace) -> bool:
-        """Return True if the setting has an incompatible value."""
+        """Return True if the flag has an incompatible value in ``arguments``."""
         value = getattr(arguments, self.name, None)
         return bool(value) and value not in self.allowed
 
@@ -104,11 +104,11 @@ MASTERS_CONFLICTS = (
     Conflict("--log-params-norm", "the flag needs all masters in memory", instead=_KEEP_MASTERS),
     Conflict("--qk-clip", "the flag changes masters after the update", instead=_KEEP_MASTERS),
 )
-"""Settings that are incompatible with offloaded masters."""
+"""Settings that are incompatible with offloaded masters (fp32 copies of 16-bit parameters)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags to Megatron's parser, with a check for incompatible settings.
+    """Add the ``--tba-`` flags to Megatron's parser, and let the parser check for incompatible settings.
 
     A parser that already has the flags is not changed.
     """
@@ -173,8 +173,8 @@ def refuse_conflicts(arguments: argparse.Namespace, config: OffloadConfig) -> No
     """Check the store directories and the settings of Megatron.
 
     Args:
-        arguments: All arguments of the training script.
-        config: The configuration of the flags and the policy.
+        arguments: All parsed arguments of the training script.
+        config: The result of :func:`config_of` for these arguments.
 
     Raises:
         ConfigError: A setting of Megatron is incompatible with offloading. The message names the flag.
@@ -194,7 +194,7 @@ def refuse_conflicts(arguments: argparse.Namespace, config: OffloadConfig) -> No
 
 
 def _make_help_printable(parser: argparse.ArgumentParser) -> None:
-    """Escape percent signs. argparse fails on a percent sign in a help text of Megatron-LM 0.19."""
+    """Escape percent signs in help texts. argparse fails on a percent sign in Megatron-LM 0.19."""
     formatter = parser._get_formatter()
     for action in parser._actions:
         if action.help:

@@ -22,19 +22,20 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CPU = "--cpu"
-"""Option to train on the CPU with gloo, for tests. This option must be the first argument."""
+"""Option that trains on a CPU with gloo, for tests. This option must be the first argument."""
 
 _REMEDIES = dict.fromkeys(("psutil", "regex", "six", "tensorboard"), "'tba-offload[scripts]'") | {
     "triton": "triton"
 }
-"""Packages that scripts of some releases import, with the argument for ``pip install``."""
+"""Packages that training scripts of some Megatron-LM releases import. Each package has an argument for ``pip
+install``."""
 
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-"""Environment variables for a single process. For several processes, torchrun sets these variables."""
+"""Environment variables for training in one process. For several processes, torchrun sets these variables."""
 
 
 def prepare(arguments: Sequence[str]) -> Path:
-    """Prepare the process for a training script. After this function, :func:`run` runs the script.
+    """Prepare this process for a training script. Afterwards, :func:`run` runs the script.
 
     Args:
         arguments: Path of the script and its arguments, optionally after ``--cpu``.
@@ -45,8 +46,8 @@ def prepare(arguments: Sequence[str]) -> Path:
     Raises:
         ConfigError: The script does not exist.
         MissingDependencyError: megatron-core is not installed.
-        UnsupportedError: ``megatron.training`` or a module that ``megatron.training`` imports is missing, or
-            ``--cpu`` is used on a machine with a GPU.
+        UnsupportedError: ``megatron.training``, or a module that it imports, is missing. Or ``--cpu`` is used
+            on a machine with a GPU.
     """
     if "RANK" not in os.environ:
         os.environ.update({name: os.environ.get(name, value) for name, value in _ALONE.items()})
@@ -84,7 +85,7 @@ def enter(arguments: Sequence[str]) -> Path:
 
 
 def run(script: Path) -> None:
-    """Run a script as ``__main__``. Call :func:`enter` first."""
+    """Run a training script as ``__main__``. Call :func:`prepare` or :func:`enter` before."""
     runpy.run_path(str(script), run_name="__main__")
 
 

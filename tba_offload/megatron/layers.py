@@ -1,4 +1,4 @@
-"""Search for the transformer layers of a Megatron model, and for states that recomputation restores."""
+"""Functions that find the layers of a Megatron model, and the states that recomputation restores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Support for Megatron's optimizers, with their inner ``torch`` optimizers, masters and checkpoints."""
+"""Offloading of the states and masters of Megatron's optimizers.
+
+Masters are fp32 copies of 16-bit parameters. Each optimizer of Megatron wraps a ``torch`` optimizer, which is
+called its inner optimizer.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +30,8 @@ _GROUPS = (
     ("model_float16_groups", "shard_fp32_from_float16_groups"),
     ("float16_groups", "fp32_from_float16_groups"),
 )
-"""Attribute names of 16-bit parameters and their masters: for a distributed optimizer, then for the other
-class."""
+"""Names of the attributes with 16-bit parameters and with their masters. The first pair belongs to
+``DistributedOptimizer``, and the second pair to ``Float16OptimizerWithFloat16Params``."""
 
 _SAVED = "fp32_from_fp16_params"
 """Key of the masters in checkpoints of optimizers that are not distributed."""
@@ -35,6 +39,10 @@ _SAVED = "fp32_from_fp16_params"
 
 def children_of(optimizer: Any, config: StatesConfig) -> list[Any]:
     """Return Megatron's optimizers that update parameters on this rank.
+
+    Args:
+        optimizer: Megatron's optimizer, which may contain several optimizers.
+        config: The settings of offloaded states.
 
     Raises:
         UnsupportedError: An optimizer keeps states in an unknown way, or the configuration requests updates
@@ -56,7 +64,7 @@ def children_of(optimizer: Any, config: StatesConfig) -> list[Any]:
 
 
 def inner_of(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Return the inner ``torch`` optimizers.
+    """Return the ``torch`` optimizers that Megatron's optimizer wraps.
 
     Args:
         optimizer: Megatron's optimizer, or ``None``.
@@ -75,9 +83,12 @@ def _children(optimizer: Any) -> list[Any]:
 
 
 def masters_of(children: Sequence[Any]) -> dict[torch.Tensor, torch.Tensor]:
-    """Return the masters of Megatron's optimizers, each with the copied parameter or local shard.
+    """Return a dict from each master to its parameter, or to this rank's shard of the parameter.
 
-    The dict has no masters of FP8 and FP4 parameters, because these parameters are quantized together.
+    Masters of FP8 and FP4 parameters are left out, because Megatron quantizes these parameters together.
+
+    Args:
+        children: Result of :func:`children_of`.
     """
     return {
         main: part
@@ -97,12 +108,12 @@ def _pairs(child: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
 
 
 def _groups_of(child: Any) -> tuple[str, str] | None:
-    """Return the attribute names of parameters and masters; ``None`` if the optimizer has no masters."""
+    """Return an item of :data:`_GROUPS`; ``None`` if the optimizer has no masters."""
     return next((names for names in _GROUPS if all(hasattr(child, name) for name in names)), None)
 
 
 def _part(child: Any, model_param: torch.Tensor) -> torch.Tensor:
-    """Return the part of a parameter that the master of this rank copies."""
+    """Return the parameter, or the shard of the parameter for which this rank has a master."""
     if not hasattr(child, "_get_model_param_range_map"):
         return model_param
     shard = child._get_model_param_range_map(model_param)["param"]
@@ -110,14 +121,14 @@ def _part(child: Any, model_param: torch.Tensor) -> torch.Tensor:
 
 
 def follow(child: Any, states: OptimizerStates) -> None:
-    """Make one of Megatron's optimizers use offloaded states and masters.
+    """Make one of Megatron's optimizers work with offloaded states and masters.
 
-    The function replaces the optimizer's methods that create, save and load states, and methods that copy
-    between masters and parameters.
+    This function replaces methods of the optimizer: methods that create, save and load states, and methods
+    that copy between masters and parameters.
 
     Args:
-        child: One of Megatron's optimizers.
-        states: The offloaded states of the inner optimizer.
+        child: An item of the result of :func:`children_of`.
+        states: The offloaded states of the inner ``torch`` optimizer.
     """
     if child.init_state_fn is not None:  # SGD has no function for this
         _make_states_one_by_one(child, states)
@@ -130,7 +141,10 @@ def follow(child: Any, states: OptimizerStates) -> None:
 
 
 def _make_states_one_by_one(child: Any, states: OptimizerStates) -> None:
-    """Offload each state right after creating the state for loading, to need little memory."""
+    """Before a checkpoint is loaded, create the states of one parameter at a time and offload them at once.
+
+    Megatron would create the states of all parameters together, which needs much memory.
+    """
     make_plain = child.init_state_fn
 
     def make(inner: Any, *settings: Any) -> None:
@@ -145,9 +159,9 @@ def _make_states_one_by_one(child: Any, states: OptimizerStates) -> None:
 
 
 def _follow_distributed_checkpoints(child: Any, states: OptimizerStates) -> None:
-    """Save and load the states of a distributed optimizer. All checkpoint formats save states by parameter.
+    """Save and load offloaded states of a distributed optimizer, one parameter at a time.
 
-    Saved tensors are copies in host memory, so training can continue during the write of a checkpoint.
+    Saved tensors are copies in host memory, so training can continue while a checkpoint is written.
     """
     set_plain, load_plain = child._set_main_param_and_optimizer_states, child.load_state_dict
 
@@ -179,7 +193,7 @@ def _follow_distributed_checkpoints(child: Any, states: OptimizerStates) -> None
 
 
 def _follow_checkpoints_of_masters(child: Any, states: OptimizerStates) -> None:
-    """Save and load masters of an optimizer that is not distributed.
+    """Save and load offloaded masters of an optimizer that is not distributed.
 
     Saved masters are copies in host memory.
     """
@@ -204,7 +218,11 @@ def _follow_checkpoints_of_masters(child: Any, states: OptimizerStates) -> None:
 
 
 def _follow_copies(child: Any, states: OptimizerStates) -> None:
-    """Let Megatron copy only masters that are in memory. An update already copies each offloaded master."""
+    """Replace the methods that copy between masters and parameters.
+
+    Masters in memory are copied to parameters as before. The update of an offloaded master already copies the
+    master to its parameter. Parameters are copied to one offloaded master at a time.
+    """
     to_model, to_masters = child._copy_main_params_to_model_params, child._copy_model_params_to_main_params
 
     def copy_to_model() -> None:
@@ -228,7 +246,7 @@ def _follow_copies(child: Any, states: OptimizerStates) -> None:
 
 @contextmanager
 def _narrowed(child: Any, masters: AbstractSet[torch.Tensor | None]) -> Iterator[None]:
-    """Restrict an optimizer to some masters and the parameters of these masters within the block."""
+    """Within the block, let an optimizer see only some masters and their parameters."""
     names = _groups_of(child) or ()
     whole = [getattr(child, name) for name in names]
     pairs = [[p for p in zip(*groups, strict=True) if p[1] in masters] for groups in zip(*whole, strict=True)]

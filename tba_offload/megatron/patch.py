@@ -1,7 +1,8 @@
 """Patches for Megatron-LM checkouts.
 
-A patched checkout has the offloading flags without a launcher. Each known release has one patch. ``git
-apply`` changes all files of the patch, or no file. A checkout does not need to be a git repository.
+The scripts of a patched checkout have the ``--tba-`` flags and need no launcher. Each known release of
+Megatron-LM has one patch. ``git apply`` changes all files of the patch, or no file. The checkout does not
+need to be a git repository.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from pathlib import Path
 from tba_offload.errors import PatchError
 
 RELEASES = {"core_v0.16.1": "0.16", "core_v0.19.0": "0.19", "main": "0.20"}
-"""Start of the version in ``megatron/core/package_info.py`` for each release with a patch."""
+"""The releases that have a patch. Each release has the first two numbers of the version in its file
+``megatron/core/package_info.py``."""
 
 _VERSION_FILE = Path("megatron/core/package_info.py")
 _NUMBER = re.compile(r"^(MAJOR|MINOR|PATCH) *= *(\d+)", re.MULTILINE)
@@ -28,7 +30,7 @@ class Checkout:
 
     Attributes:
         directory: Root directory of the checkout.
-        release: Name of the release.
+        release: Name of the release, a key of :data:`RELEASES`.
     """
 
     directory: Path
@@ -39,8 +41,7 @@ class Checkout:
         """Return the checkout in a directory.
 
         Raises:
-            PatchError: The directory has no Megatron-LM checkout, or the version of the checkout has no
-                patch.
+            PatchError: The directory is not a Megatron-LM checkout, or no patch exists for its version.
         """
         root = Path(directory)
         try:
@@ -61,13 +62,14 @@ class Checkout:
         """Apply the patch to the checkout.
 
         Args:
-            check: Whether only to check the patch, without changing files.
+            check: Whether to check the patch without changing files.
 
         Returns:
             True if the checkout was not patched before.
 
         Raises:
-            PatchError: The files of the checkout differ from the files of the release.
+            PatchError: The files of the checkout differ from the files of the release, so the patch does not
+                apply.
         """
         if not self._fault("--check", "--reverse"):
             return False
@@ -82,13 +84,13 @@ class Checkout:
         """Remove the patch from the checkout.
 
         Args:
-            check: Whether only to check the patch, without changing files.
+            check: Whether to check that the patch can be removed, without changing files.
 
         Returns:
             True if the checkout was patched before.
 
         Raises:
-            PatchError: Lines of the patch were changed or are missing.
+            PatchError: Some lines of the patch were changed or are missing in the checkout.
         """
         if not self._fault("--check", "--reverse"):
             return check or self._apply("--reverse")

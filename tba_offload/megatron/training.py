@@ -1,10 +1,12 @@
 """Functions that open a session in Megatron-LM's training loop.
 
-Offloading starts at three functions of ``megatron.training``. The function that adds Megatron's arguments
-also adds the ``--tba-`` flags. The session attaches after the function that builds model and optimizer. The
-function that returns the schedule returns a wrapped schedule, in which each call with a backward is a step.
-For the launcher, :func:`install` wraps these functions. A patched checkout calls :func:`add_arguments`,
-:func:`attach_model` and :func:`stepping` itself. A patched checkout may also run under the launcher.
+Three functions of ``megatron.training`` are extended. ``add_megatron_arguments`` also adds the ``--tba-``
+flags. ``setup_model_and_optimizer`` also attaches the model. ``get_forward_backward_func`` returns a wrapped
+schedule. Each call of the wrapped schedule that runs backward is a step of the session.
+
+The launcher calls :func:`install`, which wraps these functions. A patched checkout calls
+:func:`add_arguments`, :func:`attach_model` and :func:`stepping` itself. A patched checkout also works with
+the launcher.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ _chunks: list[nn.Module] = []
 
 
 def install() -> None:
-    """Wrap functions of ``megatron.training``.
+    """Wrap the functions of ``megatron.training`` at which offloading starts.
 
     Call ``install`` before the training script imports these functions.
 
@@ -82,7 +84,9 @@ def _attaching(setup: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def attaching_first(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Offload states and masters before a checkpoint is loaded, to need little memory.
+    """Wrap Megatron's ``load_checkpoint``, so that states and masters are offloaded before loading.
+
+    The states of a checkpoint are then loaded in little memory.
 
     Args:
         load: Megatron's ``load_checkpoint``.
@@ -106,13 +110,13 @@ def attach_model(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) 
     """Attach the model if a ``--tba-`` flag was given and the model is not attached yet.
 
     Args:
-        model: Model chunks of this rank from ``setup_model_and_optimizer``.
-        optimizer: Optimizer from ``setup_model_and_optimizer``. The optimizer's states are offloaded if a
-            flag or the policy requests this.
+        model: The model chunks that ``setup_model_and_optimizer`` returns on this rank.
+        optimizer: The optimizer that ``setup_model_and_optimizer`` returns. The states of the optimizer are
+            offloaded if a flag or the policy requests this.
 
     Raises:
-        SystemExit: The session cannot be opened on this rank or on another rank. The process prints the
-            message without a traceback.
+        SystemExit: The session cannot be opened on this rank or on another rank. The message is printed
+            without a traceback.
     """
     from megatron.training.global_vars import get_args
 
@@ -139,11 +143,11 @@ def _close_at_exit() -> None:
 
 
 def stepping(schedule: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a schedule, so that each schedule call with a backward is a step of the session.
+    """Wrap a schedule of Megatron, so that each call that runs backward is a step of the session.
 
     Args:
-        schedule: The schedule from ``get_forward_backward_func``. A schedule that is already wrapped is
-            returned unchanged.
+        schedule: The function that ``get_forward_backward_func`` returns. A schedule that is already wrapped
+            is returned unchanged.
     """
     if hasattr(schedule, _MARK):
         return schedule
@@ -171,13 +175,13 @@ def open_session(
     All ranks must call ``open_session``.
 
     Args:
-        model: Model that Megatron built on this rank.
-        arguments: Megatron's arguments.
+        model: The model, or the model chunks, that Megatron built on this rank.
+        arguments: Megatron's parsed arguments.
         optimizer: Megatron's optimizer, or ``None``.
 
     Raises:
-        ConfigError: A rule has no effect on any rank, or the ranks have different policies.
-        UnsupportedError: No rank has a transformer layer.
+        ConfigError: A rule of the policy matches no layer on any rank, or the ranks have different policies.
+        UnsupportedError: No rank has a transformer layer of megatron-core.
         TbaError: Another rank failed. The message names the rank.
         StoreError: A store directory cannot be used.
     """
@@ -260,10 +264,13 @@ def _world_of(own: list[LayerId], config: OffloadConfig) -> World:
 
 
 def _agree(proposed: dict[str, Placement], need: tuple[float, float]) -> dict[str, Placement]:
-    """Return the placement of each layer from the proposal of the neediest rank that has the layer.
+    """Agree with all ranks on the placement of each layer.
 
-    All ranks of the job take part, so tensor, expert, context and data parallel ranks use the same
-    placements. Pipeline stages share no layers.
+    Several ranks may propose a placement for the same layer. The rank with the highest need decides.
+
+    Args:
+        proposed: This rank's proposal: a placement for each of its layers.
+        need: How much memory this rank needs. Needs are compared as tuples.
     """
     agreed: dict[str, Placement] = {}
     proposals = reversed(_of_all_ranks([(need, proposed)]))  # if needs are equal, the lowest rank wins
@@ -274,7 +281,7 @@ def _agree(proposed: dict[str, Placement], need: tuple[float, float]) -> dict[st
 
 @contextlib.contextmanager
 def _failing_together() -> Iterator[None]:
-    """Make all ranks fail if one rank fails in the block, because other ranks would wait forever.
+    """Raise an error on all ranks if one rank fails in the block. Else other ranks would wait forever.
 
     Raises:
         TbaError: Another rank failed.
@@ -293,10 +300,11 @@ def _failing_together() -> Iterator[None]:
 
 
 def _of_this_rank(config: OffloadConfig, arguments: argparse.Namespace) -> OffloadConfig:
-    """Return the config with this rank's share of the node's drives, which has at least one drive.
+    """Return the config for this rank.
 
-    A transfer that hangs fails after at most half the timeout of collective operations. Otherwise other ranks
-    would fail first, without the reason.
+    The ranks of a node share the node's store directories. Each rank has at least one directory. The limit
+    for a hanging transfer is at most half the timeout of collective operations. With a longer limit, other
+    ranks would fail first, and their error would not name the drive.
     """
     hosts, own_rank = _of_all_ranks([socket.gethostname()]), rank_of_process()[0]
     neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[own_rank]]
@@ -314,7 +322,7 @@ def _of_this_rank(config: OffloadConfig, arguments: argparse.Namespace) -> Offlo
 
 
 def _work_of_a_step() -> dict[str, Any]:
-    """Return the tokens and FLOPs of one step, as the share of this rank in the global batch."""
+    """Return this rank's share of the tokens and FLOPs of one step."""
     from megatron.core.num_microbatches_calculator import get_current_global_batch_size
     from megatron.training import training
     from megatron.training.global_vars import get_args
@@ -329,9 +337,9 @@ def report_loss(step: Step, losses: Any) -> None:
 
     Args:
         step: Step whose record gets the loss.
-        losses: Result of the schedule, which has the reports of the loss function for each micro-batch. A
-            report is a mean, or a sum and its number of tokens. With 0 tokens, the loss is NaN. Pipeline
-            stages without a loss have no reports.
+        losses: The return value of the schedule: a list with one dict for each micro-batch. The first value
+            of a dict is the mean loss, or the sum of the loss and the number of tokens. With 0 tokens, the
+            loss is NaN. On a pipeline stage without a loss, the list is empty.
     """
     first = [next(iter(each.values())) for each in losses if each] if isinstance(losses, list) else []
     parts = [value if isinstance(value, tuple | list) else [value] for value in first]
@@ -353,9 +361,9 @@ def _model_info(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def _print_plan(session: Session) -> None:
-    """Print the placement of each layer with its reason.
+    """Print a table with the placement of each layer and the reason for the placement.
 
-    Consecutive layers with the same placement share a row.
+    Consecutive layers with the same placement and reason share a row.
     """
     plan: Any = explained(session)
     layers, reasons = session.world.layers, [(each["placement"], each["why"]) for each in plan.values()]
@@ -365,9 +373,9 @@ def _print_plan(session: Session) -> None:
 
 
 def draw_curves(record: StepRecord) -> None:
-    """Pass the main figures of a step to Megatron's TensorBoard and W&B writers, if this rank has writers.
+    """Write the main figures of a step to Megatron's TensorBoard and W&B writers, if this rank has a writer.
 
-    The figures have the same iteration number and logging interval as the loss in Megatron's log.
+    The figures have the same iteration numbers as Megatron's own curves, and the same logging interval.
     """
     from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 
