@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class Checkpointing:
     """The layers whose checkpointing a session has taken over.
 
-    A framework switches checkpointing on by a setting of a module. The settings stay on, but the session
-    replaces the checkpoint function of the framework. Each :class:`Site` keeps this function for runs in
-    which the session does not set the placement.
+    A switch is an attribute of a module with which a framework enables checkpointing. The switches stay on,
+    but the session replaces the checkpoint function of the framework. Each :class:`Site` keeps this function
+    for runs in which the session does not set the placement.
 
     Args:
         stack: The layers of the session.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class LayerRuns:
-    """Runner of the layers of a session.
+    """Runner of the attached layers, each with its planned placement.
 
     Args:
         session: The session. The layers keep the session alive, even if the program has no reference to the
@@ -229,9 +229,9 @@ class LayerRuns:
 
 
 _TAIL = 32
-"""Number of operations before the model's output around which backward samples memory.
+"""Number of backward operations, nearest to the model's output, at which memory is sampled.
 
-The logits, the loss and the last norm have about 20 operations.
+The last norm, the logits and the loss have about 20 operations.
 """
 
 

@@ -1,7 +1,7 @@
 """Steps of a session. A session detects where steps begin and end, so a training loop need not mark steps.
 
 A step begins with the model's first forward that records a graph. A step contains all micro-batches up to the
-update of the model's parameters by their optimizers. A step ends in one of four cases:
+update of the model's parameters by the optimizers. A step ends in one of four cases:
 
 * The optimizers of all parameters with a gradient have made a step.
 * Some of these optimizers have made a step, and the model's next forward begins.
@@ -59,7 +59,7 @@ class Step:
         model_flops: Number of floating-point operations, as passed to :meth:`Session.step`. The program may
             set ``model_flops`` inside the ``with`` block.
         record: The :class:`StepRecord`; ``None`` until the step has ended without an exception. On an
-            accelerator, the loss and the duration may be incomplete here. ``session.records`` has the
+            accelerator, this record may lack the loss and the exact duration. ``session.records`` has the
             complete record once the device has finished the step.
         is_traced: Whether the user asked for a timeline of this step.
         over_time: Timeline of the step; ``None`` before the end of the step, or if no timeline was recorded.
@@ -76,8 +76,8 @@ class Step:
             layer. A ``WeakSet`` would run finalizers, in which a Ctrl-C is lost.
         seen_tokens: Number of tokens that the model received.
         updates: Start and end of each optimizer step.
-        updated: The ``id`` of each parameter that optimizers have updated. An ``id`` stays valid, because the
-            optimizer keeps the parameter alive.
+        updated: The ``id`` of each parameter that optimizers have updated in this step. An ``id`` stays
+            valid, because the optimizer keeps the parameter alive.
         seconds: Duration of the step without optimizer steps, by the host's clock. If the model's forward
             opened the step, the duration ends with the last backward pass.
         optimizer_seconds: Duration of all optimizer steps since the end of the last step; ``None`` if there
@@ -129,7 +129,7 @@ class Step:
     def update_times(self, backward_ends: Sequence[float]) -> list[tuple[float, float]]:
         """Return start and end of each optimizer step.
 
-        If an optimizer ran a closure, its step starts at the end of the closure's backward.
+        If an optimizer ran a closure, its start is the end of the closure's last backward.
 
         Args:
             backward_ends: Times at which backward passes ended.
@@ -140,7 +140,7 @@ class Step:
         ]
 
     def stop(self, backward_ends: Sequence[float]) -> None:
-        """Compute the durations at the end of the step.
+        """Compute :attr:`seconds` and :attr:`optimizer_seconds` at the end of the step.
 
         Args:
             backward_ends: Times at which backward passes ended.
@@ -312,7 +312,7 @@ class Loop:
     # ---- the model -------------------------------------------------------------------------------
 
     def _model_begins(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Open a step unless the model's forward belongs to the open step, and count the tokens."""
+        """Open a step, unless the model's forward belongs to an open step. Count the tokens."""
         if self.is_inert or is_recomputation() or not torch.is_grad_enabled():
             return
         if self._outermost is None or self._outermost is module:  # the module's last forward has failed
@@ -334,7 +334,7 @@ class Loop:
             self.session.watch.watch_tail(output)
 
     def backward_ended(self) -> None:
-        """Record that a backward pass is over. Pause the meter if an optimizer's closure ran this pass."""
+        """Record the end of a backward pass. Pause the meter if an optimizer's closure ran the pass."""
         if self.step is not None and self.step.opened_itself:
             self.session.gradients.pass_ended()
             self.session.capture.trace.end_step()  # another micro-batch may follow and end later
@@ -416,7 +416,7 @@ class _ModelHook(_Hook):
 
 
 def _callers(modules: Sequence[nn.Module], layers: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the modules whose forward a program may call: models, and submodules that hold all layers."""
+    """Yield the modules whose forward a program may call: models, and submodules with all attached layers."""
     for module in modules:
         inside = set(module.modules())
         own = {layer for layer in layers if layer in inside and layer is not module}

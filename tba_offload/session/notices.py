@@ -1,6 +1,6 @@
-"""Messages of a session during training: new plans, figures of steps on request, and warnings.
+"""Messages of a session during training: lines about plans and steps, and warnings.
 
-Each warning is given once. Plans and figures of steps go to the logger ``tba_offload.session``, or to stderr
+Each warning is given once. Lines about plans and steps go to the logger ``tba_offload.session``, or to stderr
 if the program has no logging handler.
 """
 

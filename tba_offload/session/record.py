@@ -166,7 +166,7 @@ class Recorder:
         self.note("states", {"optimizer": number, "step": self.last_step, **asdict(record)})
 
     def note_resident(self, line: str, document: dict[str, object]) -> None:
-        """Add a choice of the optimizer states and frozen weights that stay in memory.
+        """Add an event about a new choice of the optimizer states and frozen weights that stay in memory.
 
         Args:
             line: Text for the log of the program.

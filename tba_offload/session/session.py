@@ -489,7 +489,7 @@ class Session:
         return self.checkpointing.taken != before
 
     def _limits(self) -> Limits:
-        """Return the memory limits for the first plan, without the memory that other data use on the device.
+        """Return the memory limits for the first plan. Memory for other data is not subtracted yet.
 
         Without a budget, ``auto`` layers get a limit that fits the device, if its memory can be measured.
 

@@ -1,4 +1,4 @@
-"""States of optimizers in a store between updates."""
+"""Optimizer states that are offloaded to a store between updates."""
 
 from __future__ import annotations
 

@@ -25,10 +25,10 @@ METADATA = {
 """Functions that read the metadata of a tensor, or that read and set its gradient."""
 
 _HARMLESS = METADATA | {factories.zeros_like, factories.ones_like, factories.empty_like}
-"""Functions that need no bytes of a tensor."""
+"""Functions that do not read the bytes of a tensor."""
 
 _ALIASES = frozenset((_TENSOR.data.__get__, _TENSOR.detach))
-"""Functions that return another tensor on the same memory."""
+"""Functions that return a tensor that shares the memory of their argument."""
 
 
 class _Away(torch.Tensor):
@@ -135,7 +135,7 @@ class AwayMaster(_Away):
 
     @classmethod
     def begin(cls, master: torch.Tensor, name: str) -> None:
-        """Free the memory of a master copy that owns its storage, and set its class.
+        """Free the memory of a master copy that owns its storage, and change its class to ``AwayMaster``.
 
         Args:
             master: The tensor.

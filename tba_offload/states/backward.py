@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tba_offload.states.updates import StatesRecord
 
 _CLOSELY = 3
-"""Number of first steps in which ``step()`` checks all bytes of the parameters for changes.
+"""Number of steps, from the first, in which ``step()`` checks all bytes of the parameters for changes.
 
 Later, only steps 4, 8, 16 and so on check all bytes.
 """
@@ -120,9 +120,9 @@ class BackwardUpdates(Updates):
     def _wait(self) -> None:
         """Make the current stream wait for the work of the previous gradient hook or optimizer step.
 
-        These run on different streams. Autograd calls hooks on the stream that computed the gradient. FSDP2
-        calls hooks on the stream that reduced the gradient. The optimizer's step runs on the program's
-        stream.
+        Hooks and steps run on different streams. Autograd calls hooks on the stream that computed the
+        gradient. FSDP2 calls hooks on the stream that reduced the gradient. The optimizer's step runs on the
+        program's stream.
         """
         self._last.wait(self.homes.device.stream())  # the current device's stream
 
@@ -130,7 +130,8 @@ class BackwardUpdates(Updates):
         """Count a backward pass. Prepare updates if this is the last pass before the step.
 
         Raises:
-            SessionError: An earlier pass has updated parameters, and no step has followed.
+            SessionError: An earlier backward pass has updated parameters, and no ``optimizer.step()`` has
+                followed.
         """
         if self._is_updating:
             raise SessionError(
@@ -156,11 +157,11 @@ class BackwardUpdates(Updates):
             self._open = {group: self._handles.keys() & set(group.parameters) for group in self.groups}
 
     def _note_later_use(self, parameter: torch.Tensor) -> None:
-        """Record whether a later node of the graph still uses the memory of a parameter.
+        """Record whether an autograd node that runs later still uses the memory of a parameter.
 
         Nodes that contributed to the gradient have already released the parameter. A later node may still
         hold the parameter, for example if another layer uses the weight through ``.data``. After an update,
-        this node would read the new value. If the number of references is above the number at the end of
+        this node would read the new value. If more tensors use the parameter's memory than at the end of
         earlier passes, a later node holds the parameter. In the first pass, a later use is assumed.
         """
         if _references_to(parameter) > self._references.get(parameter, 0):
@@ -201,11 +202,12 @@ class BackwardUpdates(Updates):
         this method makes the whole update.
 
         Args:
-            options: Arguments of the step.
+            options: Further arguments of the optimizer's ``step``.
 
         Raises:
             SessionError: A gradient, setting, state or parameter has changed after backward had updated the
-                parameters. Or ``step`` was called twice, or backward failed during its updates.
+                parameters. The method also raises this error if it is called twice after one backward pass,
+                or if backward failed during its updates.
             TransferError: States cannot be read.
         """
         made, parameters = self._made, parameters_of(self.optimizer)

@@ -33,7 +33,7 @@ class Entries:
             needed later.
 
     Attributes:
-        in_host_memory: States of the sub-groups that the CPU updates.
+        in_host_memory: States, in host memory, of the sub-groups that the CPU updates.
     """
 
     def __init__(self, groups: Groups, next_use: Callable[[SubGroup], int]) -> None:
@@ -59,7 +59,7 @@ class Entries:
         return found if group.part is None else {key: _copy(value) for key, value in found.items()}
 
     def bound(self, group: SubGroup) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the offloadable states of a sub-group as views of its slot. The caller changes the views.
+        """Return the offloadable states of a sub-group as views of its slot, which the caller may change.
 
         Raises:
             TransferError: The states cannot be read.
@@ -71,9 +71,9 @@ class Entries:
         return group.views(slot.lend())
 
     def take(self, group: SubGroup, bound: Bound, left: Left) -> None:
-        """Store the states after an update in the slot, and put placeholders into ``optimizer.state``.
+        """Store the new states of an updated sub-group in the slot, and put placeholders in their place.
 
-        For slices, only :meth:`show_slices` puts the placeholders into ``optimizer.state``.
+        The placeholders are put into ``optimizer.state``; for slices, :meth:`show_slices` does this later.
 
         Args:
             group: The updated sub-group.
@@ -162,7 +162,7 @@ class Entries:
     def absorb(self, groups: Iterable[SubGroup]) -> None:
         """Offload states that the program has set, and free the bytes of states that the program has removed.
 
-        Before this method, the caller calls :meth:`check_owners`.
+        The caller must call :meth:`check_owners` first.
 
         Args:
             groups: The sub-groups. If one slice of a parameter is included, all slices must be included.
@@ -237,7 +237,7 @@ class Entries:
     def _whole(
         self, groups: Iterable[SubGroup], device: torch.device | None = None
     ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return whole copies of offloaded states, assembled from slices.
+        """Return complete copies of offloaded states. The states of slices are joined.
 
         Args:
             groups: The sub-groups.
@@ -269,7 +269,7 @@ class Entries:
         return group.home.on_host(group.nbytes) if flat is None else flat
 
     def _is_away(self, place: Place) -> bool:
-        """Return True if ``optimizer.state`` has the placeholder of this state, or an offloaded master."""
+        """Return True if ``optimizer.state`` has a placeholder of the state, or the master is offloaded."""
         if place.key == MASTER:
             return is_away(place.parameter)
         return stands_for(self.shown(place.parameter).get(place.key), place.parameter, place.key)
@@ -342,7 +342,7 @@ def _arrived(group: SubGroup, parameter: torch.Tensor, value: Any) -> Any:
 
 
 def _memory(group: SubGroup, place: Place, device: torch.device | None) -> torch.Tensor:
-    """Allocate memory for a whole state. If ``device`` is ``None``, a master copy gets its own memory."""
+    """Allocate memory for a complete state. Without ``device``, a master copy gets its own memory back."""
     parameter = place.parameter
     if place.key == MASTER and device is None:
         AwayMaster.allocate(parameter)

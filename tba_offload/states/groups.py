@@ -53,7 +53,7 @@ _STATES = 2
 class Incoming:
     """Wrapper of a state from a checkpoint.
 
-    ``Optimizer.load_state_dict`` would copy a tensor to the device. The method does not change the wrapper.
+    ``Optimizer.load_state_dict`` copies tensors to the device, but does not copy wrapped tensors.
 
     Attributes:
         value: The state, on the device of the checkpoint.
@@ -74,7 +74,7 @@ class Place:
 
     Attributes:
         parameter: The parameter.
-        key: Name of the state in ``state[parameter]``.
+        key: Name of the state in ``optimizer.state[parameter]``.
         start: Offset of the first byte.
         size: Size of the state. The state of a slice is 1-D.
         stride: Strides of the state in elements.
@@ -259,8 +259,8 @@ class Groups:
     def spread(self) -> list[SubGroup]:
         """The sub-groups that have states, in the order in which sub-groups are chosen for offloading.
 
-        The chosen sub-groups are spread over an update. While the update runs on sub-groups in memory, an
-        offloaded sub-group is read or written.
+        The first sub-groups in this order are spread evenly over an update. While other sub-groups are
+        updated in memory, offloaded sub-groups are read and written.
         """
         groups = [group for group in self._all if group.places]
         return [groups[number] for number in spread(len(groups))]
@@ -268,7 +268,7 @@ class Groups:
     # ---- changes of the optimizer ------------------------------------------------------------------
 
     def are_current(self) -> bool:
-        """Return True if the parameters of all sub-groups have the same group and size as before."""
+        """Return True if all parameters still have their parameter group and size."""
         now = {each: n for n, group in enumerate(self.optimizer.param_groups) for each in group["params"]}
         return all(
             now.get(each) == group.number
@@ -304,7 +304,7 @@ class Groups:
         self._all, self.holding = [], {}
 
     def _slices(self, parameter: torch.Tensor) -> Sequence[slice | None]:
-        """Return the slices of a parameter, or ``[None]`` for a whole parameter."""
+        """Return the slices of a parameter, or ``[None]`` if the parameter is not cut."""
         count, nbytes = parameter.numel(), self._states_bytes(parameter)
         step = max(self.most * count // nbytes // SLICE, 1) * SLICE
         if nbytes <= self.most or count <= step or not self._can_be_cut(parameter):
@@ -353,7 +353,12 @@ class Groups:
         return {**entry, MASTER: parameter.detach()} if parameter in self._copies else entry
 
     def model_part(self, group: SubGroup, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the local part of the model parameter that an update of a sub-group changes."""
+        """Return the local part of a model parameter, cut to the slice of a sub-group.
+
+        Args:
+            group: The sub-group.
+            parameter: The model parameter, or its master copy.
+        """
         return group.cut(local(self._copies.get(parameter, parameter).detach()))  # type: ignore[no-any-return]
 
     def send_away(self, master: torch.Tensor) -> None:

@@ -93,8 +93,8 @@ class Home:
         """Start to write all bytes. The caller waits with :meth:`settle_writes`.
 
         Args:
-            memory: The bytes, page-aligned. If their number has changed since the last write, the bytes get
-                new extents.
+            memory: The bytes, page-aligned. If the number of bytes has changed since the last write, the
+                bytes get new extents.
         """
         homes = self.homes
         if sum(write.nbytes for write in self._writes if write.extent is not None) != memory.nbytes:
@@ -134,7 +134,8 @@ class Home:
 
         Raises:
             SessionError: The store is closed.
-            TransferError: The bytes were never written, because an update or a load was interrupted.
+            TransferError: The bytes were never written, because an update or the loading of a checkpoint was
+                interrupted.
         """
         homes = self.homes
         after = after or homes.device.event()

@@ -1,9 +1,9 @@
-"""Updates in host memory. The CPU updates some sub-groups while the device updates the other sub-groups.
+"""Optimizer updates by the CPU. The CPU updates some sub-groups while the device updates other sub-groups.
 
 States of the sub-groups that the CPU updates stay in host memory, as in Deep Optimizer States (arXiv
-2410.21316). Gradients and parameters are copied to the host. After the update, the parameters are copied back
-to the device. CPU and device both run the optimizer's own code. On the host, this code uses CPU kernels,
-which may round differently.
+2410.21316). Gradients and parameters of these sub-groups are copied to the host. After the update, the
+parameters are copied back to the device. CPU and device both run the optimizer's own code. On the host, this
+code uses CPU kernels, which may round differently.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Other load on the host may slow down a single update.
 """
 
 _WORTH_IT = 0.95
-"""A new split of the sub-groups between device and CPU must reduce the expected time below this fraction.
+"""A new split of the sub-groups must take less than this fraction of the current split's expected time.
 
 A sub-group that moves between device and CPU is written and read once more. A smaller gain may be noise.
 """
@@ -171,7 +171,7 @@ class HostUpdates:
             group.home.release()
 
     def _is_able(self, group: SubGroup) -> bool:
-        """Return True if all updated parameters have states, and fused CPU kernels support them."""
+        """Return True if all updated parameters have states, and fused CPU kernels support the parameters."""
         return all(self._entries.shown(each) and _is_plain(each, each.grad) for each in group.moving)
 
     # ---- one sub-group -----------------------------------------------------------------------------

@@ -87,7 +87,7 @@ class OptimizerStates:
                 is an offloaded master copy.
 
         Raises:
-            StatesAwayError: The entry of this parameter has a placeholder of another parameter.
+            StatesAwayError: ``optimizer.state`` has the placeholder of another parameter for this parameter.
             TransferError: The states cannot be read.
         """
         found = self._updates.entries.read(parameter)
@@ -102,7 +102,8 @@ class OptimizerStates:
         kept.
 
         Args:
-            parameter: The parameter. If it is an offloaded master copy, the block must also set its values.
+            parameter: The parameter. If ``parameter`` is an offloaded master copy, the block must also set
+                its values.
             states: Whether the block sets the states.
 
         Raises:
@@ -163,7 +164,7 @@ class OptimizerStates:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that sub-groups and slots use on the device between updates."""
+        """Bytes of all slots on the device, including the slots of sub-groups that stay in memory."""
         return self._updates.entries.slots.nbytes
 
     def arrange(self, offloaded: int) -> None:
@@ -191,7 +192,8 @@ class OptimizerStates:
     def close(self, *, bring_back: bool = True) -> None:
         """Bring the states back into memory, and restore the optimizer.
 
-        A second call does nothing. If Ctrl-C interrupted the first call, the second call completes it.
+        A second call does nothing. If Ctrl-C interrupted the first call, a second call brings back the other
+        states.
 
         Args:
             bring_back: Whether to bring the states back. If False, the optimizer cannot be used any more.

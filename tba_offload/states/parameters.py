@@ -58,7 +58,7 @@ def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def check(
     optimizer: torch.optim.Optimizer, config: StatesConfig, modules: Sequence[nn.Module], *, has_masters: bool
 ) -> None:
-    """Check that an optimizer supports updates in parts, with the configured ``when`` and ``update``.
+    """Check that an optimizer supports updates of sub-groups with the given configuration.
 
     Args:
         optimizer: The optimizer.

@@ -201,7 +201,7 @@ class Slots:
 
         Args:
             group: The sub-group.
-            stays: Whether the sub-group stays in memory. It then gets its own slot.
+            stays: Whether the sub-group stays in memory. A sub-group that stays in memory gets its own slot.
 
         Raises:
             TransferError: The old contents of the slot cannot be written.
@@ -221,7 +221,7 @@ class Slots:
         self._of[group] = slot
 
     def _slot(self, group: SubGroup, among: Sequence[Slot], most: int = SLOTS) -> Slot:
-        """Return a new slot. If no slot can be added, empty the slot whose sub-group is needed last."""
+        """Return a new slot, or empty and return the slot whose sub-group is needed last."""
         if self._has_room(group, most):
             return Slot(group.nbytes, self._homes)
         slot = max(self._large_enough(group, among) or among, key=lambda slot: self._next_use(slot.holder))
@@ -343,8 +343,8 @@ class Order:
     def next_use(self, group: SubGroup) -> int:
         """Return a number that is larger for a sub-group that is needed later.
 
-        The sub-group of the current update has the smallest number. The sub-groups that are still to be
-        updated follow. The sub-groups that are already updated come last, in reverse order.
+        The sub-group that is updated now has the smallest number. The sub-groups that are still to be updated
+        follow. The sub-groups that are already updated come last, in reverse order.
         """
         place = self._places.get(group, 2 * _FAR)
         if place <= self._at:

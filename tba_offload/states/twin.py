@@ -105,7 +105,7 @@ class _Loan:
         taken: The dict of the twin that receives the values.
 
     Attributes:
-        taken: The dict of the twin.
+        taken: The dict of the twin that received the values.
     """
 
     def __init__(self, values: Mapping[str, Any], taken: dict[str, Any]) -> None:

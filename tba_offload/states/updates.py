@@ -108,13 +108,13 @@ class Updates:
             options: Further arguments of the optimizer's ``step``.
 
         Raises:
-            SessionError: An earlier update failed halfway.
+            SessionError: An earlier update failed after some parameters were updated.
             TransferError: States cannot be read. Some parameters may already be updated.
         """
         return self._make(options)
 
     def _make(self, options: Mapping[str, Any], done: Sequence[SubGroup] = ()) -> StatesRecord:
-        """Update all parameters that have gradients, except the sub-groups in ``done``."""
+        """Update all parameters that have gradients, except the parameters of the sub-groups in ``done``."""
         with self._guarded():
             self.follow()
             try:
