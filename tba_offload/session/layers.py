@@ -156,8 +156,8 @@ class LayerRuns:
     def _keeps_when_slow(self, placement: Placement) -> bool:
         """Return True if activations stay in memory while the drive is slow.
 
-        By default, a layer with ``offload`` waits for a slow drive. A layer with ``auto`` keeps its
-        activations in memory until the first plan.
+        By default, a layer with ``offload`` waits for a slow drive. Without a memory budget, a layer with
+        ``auto`` keeps its activations in memory until the first plan.
         """
         planning, has_budget = self._session.planning, self._session.budget.limits.budget is not None
         # With a budget, no activation is kept before the memory of the rest of the step was measured.
@@ -253,7 +253,7 @@ class BackwardWatch:
         Args:
             site: The site of the layer.
             output: The output of the layer.
-            scope: The run of the layer.
+            scope: The trace of this run of the layer.
         """
         tensor, step = graph.first_differentiable(output), self._loop.step
         if tensor is None or tensor.grad_fn is None:  # a leaf would keep the hook forever

@@ -314,8 +314,8 @@ class _Section:
         others: Live bytes at the start of the section that the offloader does not hold.
         kept: Bytes that saved-tensor hooks had kept in memory at the start of the section.
         way: Placement of the layer run; ``None`` before the end of its forward.
-        planned: Bytes that the planner predicts, at the last measurement.
-        unplanned: Largest number of bytes that the planner does not predict.
+        planned: Bytes of the kinds of data that the planner predicts, at the last measurement.
+        unplanned: Largest number of bytes of all other data in memory.
         whole: Largest value of ``unplanned`` minus the bytes of activations that backward has used since the
             start of the section.
     """

@@ -220,7 +220,7 @@ def record_of(
         session: The session.
         step: The step, which has ended.
         loads: Transfers of each drive and of host memory in the step.
-        weights: Frozen weights that were read in the step; ``None`` if no frozen weights are offloaded.
+        weights: Reads of frozen weights in the step; ``None`` if no frozen weights are offloaded.
     """
     gradients, budget, prediction = session.gradients.live, session.budget, session.plan.prediction
     trace, stats = session.capture.trace, session.offloader.window.stats
@@ -292,7 +292,7 @@ def memory_event(session: Session, step: Step) -> dict[str, object]:
 
 
 def learn(session: Session, step: Step, record: StepRecord, loads: Sequence[DriveLoad]) -> None:
-    """Set the in-flight window from the largest step so far, and plan the next step."""
+    """Size the in-flight window for the step with the most saved bytes so far, and plan the next step."""
     planning, trace = session.planning, session.capture.trace
     sizes = [each.nbytes for each in trace.activations]
     if sum(sizes) > session.saved[0]:

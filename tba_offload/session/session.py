@@ -420,7 +420,7 @@ class Session:
     def close(self) -> None:
         """Restore the model, and close the store and the run log. Further calls do nothing.
 
-        If Ctrl-C interrupts ``close``, call ``close`` again to complete the call.
+        If Ctrl-C interrupts ``close``, call ``close`` again.
 
         Raises:
             SessionError: A step is open.

@@ -71,9 +71,9 @@ class Entries:
         return group.views(slot.lend())
 
     def take(self, group: SubGroup, bound: Bound, left: Left) -> None:
-        """Store the new states of an updated sub-group in the slot, and put placeholders in their place.
+        """After an update, store the states in the slot, and put placeholders into ``optimizer.state``.
 
-        The placeholders are put into ``optimizer.state``; for slices, :meth:`show_slices` does this later.
+        For slices, :meth:`show_slices` puts the placeholders into ``optimizer.state`` later.
 
         Args:
             group: The updated sub-group.

@@ -207,8 +207,8 @@ class Groups:
     Args:
         optimizer: The optimizer.
         homes: The shared store.
-        masters: Maps each master copy that the optimizer updates to its model parameter, or to the local part
-            of the parameter.
+        masters: Maps each master copy to its model parameter, or to a part of the parameter with the same
+            shape. The optimizer updates the master copies.
         names: Names of parameters in the model, if known.
         most: Largest number of bytes of states in a sub-group. A parameter that cannot be cut may have more
             bytes.

@@ -233,10 +233,10 @@ class HostUpdates:
 class _Rates:
     """Performance model that splits the sub-groups between device and CPU.
 
-    An update takes ``max(bytes on the device / its rate, bytes on the host / its rate)``, as in Deep
-    Optimizer States. The rates are measured while device and CPU work at the same time, so the rates include
-    limits of host memory and of the link. The split with the shortest expected update is used. Before the
-    first measured update, the CPU gets half of the sub-groups.
+    The time of an update is the larger of the device's time and the CPU's time, as in Deep Optimizer States.
+    Each time is the bytes of the updated states divided by a rate. The rates are measured while device and
+    CPU work at the same time, so the rates include limits of host memory and of the link. The split with the
+    shortest expected update is used. Before the first measured update, the CPU gets half of the sub-groups.
 
     Args:
         is_auto: Whether device and CPU both update sub-groups. If False, the CPU updates all sub-groups.
@@ -308,8 +308,8 @@ def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
 def _settings_for_host(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings of an optimizer for an update in host memory.
 
-    If the optimizer lets PyTorch choose an implementation, use the fused implementation. For CPU tensors,
-    PyTorch would choose a loop over the parameters, which reads and writes memory about ten times.
+    If the optimizer lets PyTorch choose how to compute the update, use the fused implementation. For CPU
+    tensors, PyTorch would choose a loop over the parameters, which reads and writes memory about ten times.
     """
     settings = _on_host(values)
     if settings.get("fused", False) is None and settings.get("foreach") is None:

@@ -62,7 +62,7 @@ class Slot:
     def lend(self) -> torch.Tensor:
         """Return the whole memory as a 1-D uint8 tensor.
 
-        The next read into the slot waits for the work that the device has queued until then.
+        The next read into the slot waits for all work that the device has queued before the read.
         """
         self._is_used = True
         return self._bytes
