@@ -1,4 +1,4 @@
-"""A session: offloading for one model, step by step."""
+"""Sessions, which offload for one model."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class _Away(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run functions that need no bytes. Raise an error for all other functions."""
+        """Run functions that do not read the bytes. Raise an error for all other functions."""
         if func not in cls._allowed:
             cls._refuse(func, types, args, kwargs)
         with without_subclasses():
@@ -163,7 +163,7 @@ class AwayMaster(_Away):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run functions that need no bytes. Mark returned aliases as offloaded too."""
+        """Run functions that do not read the bytes. Mark returned aliases as offloaded too."""
         made = super().__torch_function__(func, types, args, kwargs)
         if func in _ALIASES:
             vars(made).update(vars(args[0]))

@@ -281,7 +281,7 @@ def offload_optimizer(
 
     Raises:
         ConfigError: The configuration is wrong.
-        UnsupportedError: The optimizer cannot be updated in parts.
+        UnsupportedError: The optimizer cannot update one sub-group at a time.
         StoreError: The store cannot be opened.
 
     Warns:

@@ -210,7 +210,7 @@ class Updates:
             self.follow()
 
     def close(self) -> None:
-        """End helper threads and hooks."""
+        """End the helper threads."""
         self._host.close()
 
 
