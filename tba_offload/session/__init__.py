@@ -1,4 +1,4 @@
-"""Sessions, which offload for one model."""
+"""The session, which offloads the activations of one model, step by step."""
 
 from __future__ import annotations
 

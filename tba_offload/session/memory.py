@@ -1,7 +1,8 @@
 """Memory measurements of a step: the peak, the kinds of data in memory at the peak, and a timeline.
 
 A meter measures live bytes. The in-flight window counts the bytes that the offloader holds. The bytes that a
-layer leaves in memory are measured when the next layer begins. All other bytes count for the running layer.
+layer leaves in memory are measured when the next layer begins. All other bytes are attributed to the layer
+that runs.
 
 Detailed measurements read the allocator's statistics before each layer. On an accelerator, reading is slow,
 so only some steps are measured: the first three, and steps whose number is a power of two.
@@ -67,7 +68,7 @@ class Memory:
         figures: Measured fields of the :class:`~tba_offload.report.log.StepRecord`.
         is_on: Whether memory is measured before each run of a layer.
         is_due: Whether the measurements of the open step go to the run log.
-        peaks: The measurement with the most live bytes in each phase.
+        peaks: For each phase, the measurement with the most live bytes.
         left: Bytes that layers leave in memory for backward, by kind. Bytes that the offloader holds are
             excluded.
     """
@@ -278,7 +279,7 @@ class Memory:
             self.curve.seen(live, self.left.total())
 
     def _note(self, live: int) -> None:
-        """Add a measurement, and keep the measurement of the phase with the most bytes."""
+        """Add a measurement. For each phase, keep the measurement with the most bytes."""
         now, schedule = self._now, self._capture.schedule
         nbytes, held = max(live - self._base, 0), self._held()
         # A meter without samples returns the largest number of bytes in a section. Layers may have held more.

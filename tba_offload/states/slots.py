@@ -170,7 +170,7 @@ class Slots:
         return sum(slot.memory.nbytes for slot in self._of.values())
 
     def of(self, group: SubGroup) -> Slot | None:
-        """Return the slot that holds or receives a sub-group."""
+        """Return the slot with the states of a sub-group; ``None`` if the sub-group has no slot."""
         return self._of.get(group)
 
     def load(self, group: SubGroup) -> Slot:
@@ -185,7 +185,7 @@ class Slots:
         return self._of[group]
 
     def read_ahead(self, group: SubGroup) -> bool:
-        """Start to read a sub-group if a slot is free. Return True if the sub-group has a slot."""
+        """Start to read a sub-group's states if a slot is free. Return True if the sub-group has a slot."""
         before = self._next_use(group)
         free = [slot for slot in self._shared() if slot.is_free and self._next_use(slot.holder) > before]
         if self._large_enough(group, free) or self._has_room(group):
