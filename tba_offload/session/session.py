@@ -399,8 +399,8 @@ class Session:
     def records(self) -> list[StepRecord]:
         """The records of the last 10,000 steps, oldest first. The run log has all steps.
 
-        Reading the records does not wait for the device. Until the device has finished a step, the record of
-        the step has no loss from a tensor, and ``seconds`` is measured by the host's clock.
+        Reading the records does not wait for the device. Until the device has finished a step, the record
+        lacks a loss that was set as a tensor. Until then, ``seconds`` is measured by the host's clock.
         """
         return self._settled().records
 
