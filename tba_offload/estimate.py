@@ -260,7 +260,7 @@ def _add_lora(model: Any, rank: int) -> None:
 
 
 def _longest(config: Any) -> int:
-    """Return the largest sequence length of a model in tokens. Rotary positions have no limit."""
+    """Return the largest sequence length of a model in tokens. Models with rotary positions have no limit."""
     is_rotary = hasattr(config, "rope_parameters") or hasattr(config, "rope_theta")
     return sys.maxsize if is_rotary else getattr(config, "max_position_embeddings", sys.maxsize)
 

@@ -52,10 +52,12 @@ def significant(value: float) -> str:
 
 
 def scale(largest: float, units: Mapping[str, float]) -> tuple[str, float]:
-    """Return the name and size of the largest unit that is not larger than a value.
+    """Return the name and size of the largest unit that is not larger than ``largest``.
+
+    If all units are larger, return the smallest unit.
 
     Args:
-        largest: The value: the largest of all values that are formatted with the unit.
+        largest: The largest value that is formatted with the unit.
         units: Sizes of the units by name, the smallest first.
     """
     fitting = [(name, float(size)) for name, size in units.items() if size <= largest]

@@ -96,8 +96,8 @@ class Staying:
     """Selection of the tensors that stay in memory if a percentage of the bytes is offloaded.
 
     Each tensor is offloaded or kept as a whole, in the order of saving. At any time in forward, the offloaded
-    bytes differ from the percentage by at most half of the largest tensor. Writes are therefore spread evenly
-    over forward.
+    bytes differ from this percentage of the saved bytes by at most half of the largest tensor. Writes are
+    therefore spread evenly over forward.
 
     Args:
         percent: Percentage of the bytes that is offloaded.
@@ -110,7 +110,7 @@ class Staying:
         self._owed = 0  # in hundredths of bytes: bytes that should stay so far, minus bytes that stay
 
     def stays(self, nbytes: int) -> bool:
-        """Return True if the next tensor stays in memory. A tensor with ``nbytes=0`` is ignored."""
+        """Return True if the next tensor stays in memory. For a tensor without bytes, return False."""
         self._owed += self._percent * nbytes
         if not nbytes or self._owed <= 50 * nbytes:
             return False
@@ -121,9 +121,8 @@ class Staying:
 def spread(count: int) -> list[int]:
     """Return the numbers below ``count`` in the order of a van der Corput sequence.
 
-    For every n, the first n numbers of the sequence are spread almost evenly over the range. Items that stay
-    in memory are chosen in this order, so that offloaded items can be read while the items between them are
-    used.
+    The first n numbers of the sequence are spread almost evenly over the range, for every n. Callers keep the
+    first items of the sequence in memory. While an item in memory is used, the next offloaded item is read.
     """
     bits = max(count - 1, 1).bit_length()
     return sorted(range(count), key=lambda at: int(f"{at:0{bits}b}"[::-1], 2))

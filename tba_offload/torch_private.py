@@ -149,11 +149,11 @@ that autograd has dispatched, views would otherwise get their own version counte
 # ---- compiler --------------------------------------------------------------------------------------
 
 CALLS = nn.Module._call_impl.__code__.co_filename
-"""Source file of ``torch.nn.Module``. A frame of this file that has ``self`` calls a module's forward."""
+"""Source file of ``torch.nn.Module``. A Python frame of this file may be a call of a module's forward."""
 
 switch_tracer: Callable[[Any], Any] = eval_frame.set_eval_frame
-"""Set the calling thread's compiler callback, and return the previous callback. This is a C function, because
-a Python function would be a frame that the compiler traces."""
+"""Set the calling thread's compiler callback, and return the previous callback. This is a C function. The
+compiler would trace a Python function."""
 
 _REASON = (
     "UnsupportedError: tba-offload is attached to this layer, and no graph can span an attached layer. Omit "
@@ -197,7 +197,7 @@ def is_compiled(forward: object) -> bool:
 
 
 def load_compiler() -> None:
-    """Import the compiler, which takes 70 MiB. Else the first recomputed layer imports it during a step."""
+    """Import the compiler before the first step. Else the first recomputed layer imports its 70 MiB."""
     import torch._dynamo  # noqa: F401
 
 

@@ -110,7 +110,8 @@ class Gradients:
         """Update the list of this step's gradients at the end of a backward pass.
 
         Hooks of data parallelism may remove gradients in backward, or replace gradients by views of a bucket.
-        A removed gradient leaves the list. A replaced gradient is exchanged for the new gradient.
+        If a hook has removed a gradient, the list loses the gradient. If a hook has replaced a gradient, the
+        list gets the new gradient.
         """
         first = next(iter(self.born.values()), None)
         if first is not None and first.own() is None:  # if one gradient is updated, usually all others are
@@ -152,8 +153,8 @@ class Watched:
     """The hook of one parameter, and the last gradient of the parameter.
 
     The references to the parameter and to its gradient are weak. The hook also refers to :class:`Gradients`
-    weakly. The garbage collector does not see PyTorch's reference to the hook, so a cycle would never be
-    freed.
+    weakly. With a strong reference, :class:`Gradients` would never be freed, because the garbage collector
+    does not see PyTorch's reference to the hook.
     """
 
     __slots__ = "gradient", "gradient_version", "handle", "parameter", "parameter_version"

@@ -44,7 +44,8 @@ CHEAP = {getattr(room, x, None) for x in _NAMES.split() for room in (torch, Tens
 """The cheap functions. Their time is limited by memory bandwidth, and they draw no random numbers."""
 
 DEEPEST = 12
-"""Maximum number of calls, one on the output of the other, that rebuild one saved tensor."""
+"""Maximum length of a chain of calls that rebuilds a saved tensor. Each call uses the output of the call
+before it."""
 
 _CLASSES = (
     ("megatron.core.fusions.fused_bias_gelu", "GeLUFunction"),
@@ -108,7 +109,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         return _Remade(call, tensor)
 
     def _pack_argument(self, tensor: Tensor) -> object:
-        """Save an argument. The trace lists the argument as a source and not as an activation."""
+        """Save an argument of a recorded call. The trace lists the argument in :attr:`StepTrace.sources`."""
         activations = self.capture.trace.activations
         count = len(activations)
         packed = super().pack(tensor)
@@ -117,7 +118,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         return packed
 
     def note(self, function: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Record a call if its output can be computed again and saving its arguments takes fewer bytes."""
+        """Record a call of a cheap function, if its arguments take fewer bytes than its output."""
         is_plain = isinstance(output, Tensor) and self.understands(output, self.capture.device)
         if not is_plain or output._version or output.nbytes < self.capture.min_tensor_bytes:
             return
@@ -137,9 +138,9 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         return _Argument(value, self._call_of(value), view_of(value), cost)
 
     def _call_of(self, tensor: Tensor) -> _Call | None:
-        """Return the recorded call that computed a tensor, or the tensor of which this tensor is a view.
+        """Return the recorded call that computed a tensor, or that computed the base of a view.
 
-        Return ``None`` without a recorded call. Also return ``None`` if the tensor is in memory anyway.
+        Return ``None`` if no call was recorded, or if the tensor stays in memory anyway.
         """
         if not self.understands(tensor, self.capture.device) or self._is_saved(tensor):
             return None
@@ -176,7 +177,8 @@ class _Call:
 
     Attributes:
         cost: Bytes of the arguments that must be saved in place of the output.
-        depth: Number of calls, one on the output of the other, that rebuild the output.
+        depth: Length of the longest chain of calls that rebuilds the output. Each call in a chain uses the
+            output of the call before it.
         digest: Digest of the output; ``None`` if autograd has not saved the output.
         waiting: Saved views of the output that backward has not used yet.
     """

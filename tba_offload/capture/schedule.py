@@ -2,9 +2,8 @@
 
 Backward uses activations in the same order in each step. This is true for gradient accumulation, and for the
 pipeline schedules 1F1B and interleaved. Prefetch therefore follows the order that the last step recorded. In
-the first step, and after a layer's placement has changed, an activation has no recorded position in this
-order. For an activation without a position, the schedule expects the reverse order of saving in its
-micro-batch.
+the first step, and after a layer's placement has changed, an activation may have no position in this order.
+Backward is then expected to use the activations of a micro-batch in the reverse order of saving.
 
 With several micro-batches in flight, forward passes come between backward passes. If a forward pass comes
 next, fewer activations are prefetched, because the forward pass needs room in the in-flight window.
@@ -55,7 +54,7 @@ class PrefetchSchedule:
         self._next, self._last, self._pass = 0, -1, 0
 
     def abandon_step(self) -> None:
-        """Drop what a failed step recorded. The next step expects the same order as the failed step."""
+        """Drop what a failed step recorded. The next step has the same expected order as the failed step."""
         self._refs.clear()
         self._new.clear()
         self._recorded = self._expected
@@ -129,8 +128,8 @@ class PrefetchSchedule:
     def _follow(self, position: int) -> None:
         """Set the position of backward in the expected order, and let prefetch continue after this position.
 
-        If backward uses an activation much earlier than expected, the position of prefetch stays. For
-        example, the last layer may use a mask of the first layer.
+        If backward uses an activation much earlier than expected, prefetch does not move to this position.
+        For example, the last layer may use a mask of the first layer.
         """
         self._pass = self._expected[position][1]
         given_up = self._window.stats.given_up
@@ -143,7 +142,7 @@ class PrefetchSchedule:
     def _insert_unexpected(self) -> None:
         """Insert activations without a recorded position into the expected order.
 
-        Each activation follows the activation that its micro-batch saved next.
+        Backward runs in reverse, so an activation comes after the activation that its micro-batch saved next.
         """
         placed = [((place, 0), expected) for place, expected in enumerate(self._expected)]
         later: dict[int, int] = {}  # for each micro-batch, the position of the activation that was saved next
@@ -169,14 +168,14 @@ class PrefetchSchedule:
         return len(self._recorded)
 
     def used_bytes(self, scope: ScopeKey, since: int, until: int) -> int:
-        """Return the bytes of those activations of one layer run that backward used in a range of uses.
+        """Return the bytes of activations that one run of a layer saved and that backward used in a period.
 
         Activations that the offloader still counts as in memory are left out.
 
         Args:
             scope: The run of the layer.
-            since: Value of :attr:`uses` at the start of the range.
-            until: Value of :attr:`uses` at the end of the range.
+            since: Value of :attr:`uses` at the start of the period.
+            until: Value of :attr:`uses` at the end of the period.
         """
         used = (self._refs.get(key) for key, _ in self._recorded[since:until] if key.scope == scope)
         return sum(ref.nbytes for ref in used if ref is not None and not (ref.charged or ref.settled))

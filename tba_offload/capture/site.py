@@ -133,9 +133,10 @@ class Site:
             switch_tracer(before)
 
     def run_plainly(self, forward: Callable[..., object], args: Sequence[object], kwargs: Any) -> object:
-        """Run a forward as without tba-offload. If the framework recomputes the layer, use its checkpoint.
+        """Run a forward as the framework does: with its own recomputation of the layer, if there is one.
 
-        Reentrant checkpoints need tensors as positional arguments, so keyword arguments become positional.
+        Reentrant checkpoints need tensors as positional arguments, so tensors in keyword arguments are passed
+        by position.
         """
         if self.checkpoint is None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)

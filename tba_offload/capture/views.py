@@ -44,7 +44,7 @@ def viewed(storage: torch.UntypedStorage, view: View, start: int = 0) -> torch.T
     Args:
         storage: The storage with the bytes of the tensor.
         view: The dtype, shape, strides and storage offset of the tensor.
-        start: Number of bytes in ``storage`` before the bytes to which the offset refers.
+        start: Byte of ``storage`` from which the storage offset of the view counts.
     """
     dtype, shape, stride, offset = view
     return blank(dtype, storage.device).data.set_(storage, offset + start // dtype.itemsize, shape, stride)

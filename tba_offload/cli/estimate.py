@@ -55,7 +55,7 @@ def estimate(*, host_capacity: int | None, **options: Any) -> None:
     device.
 
     For each placement, the output has the activation peak, the step time, the bytes written and the life of
-    the drives. The column 'Drives need' has the write rate at which drives write all bytes of a step during
+    the drives. The column 'Drives need' has the rate that drives need to write all bytes of a step during
     forward. A step writes fewer bytes if backward still finds some activations in memory. The last line names
     the sequence lengths at which 'recompute-offload' does not wait for drives.
 

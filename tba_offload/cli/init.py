@@ -36,7 +36,7 @@ _POLICY = Path(__file__).with_name("policy.yaml")
 def init(directories: tuple[Path, ...], output: Path, *, force: bool) -> None:
     """Write a policy file with comments for the drives of this machine.
 
-    Under this policy, the planner chooses the fastest placements that fit the device.
+    With this policy, the planner chooses the fastest placements that fit the device.
 
     DIR is a directory on a drive. Name one directory for each drive. The default is each mounted NVMe drive
     on which you may write. Without NVMe drives, the default is the directory for temporary files. To measure

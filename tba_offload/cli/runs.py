@@ -61,8 +61,8 @@ def why(run: Path, *, as_json: bool) -> None:
 def rok(runs: tuple[Path, ...], output: tuple[Path, ...], *, as_json: bool, memory: Memory) -> None:
     """Compare runs by memory peak and throughput, as a ROK curve (recompute, offload, keep).
 
-    Each run is one point of the curve. The output is a table of the runs, and advice. Stars mark the
-    Pareto set: the runs for which no other run has both a lower peak and a higher throughput.
+    Each run is one point of the curve. The output is a table of the runs, the Pareto set and advice. A run is
+    in the Pareto set if every faster run has a higher memory peak.
     """
     from tba_offload.report import rok as report
     from tba_offload.report import text
@@ -113,9 +113,8 @@ def plan(
     step takes no longer than with 'keep'. If this peak is almost as high as with 'keep', the chosen plan
     keeps all layers.
 
-    By default, plans use the drive rates in the run log. The option --write (with --read), or the option
-    --dir, replaces these rates. A run with 'keep' for all layers has no drive rates in its run log, so the
-    run needs one of these options.
+    By default, plans use the drive rates in the run log. To use other rates, pass --write and --read, or
+    --dir. If the run kept all layers, the run log has no drive rates, and one of these options is required.
     """
     from tba_offload.planner.what_if import Situation
     from tba_offload.report import text

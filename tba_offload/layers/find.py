@@ -110,7 +110,7 @@ class BlockList(NamedTuple):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The blocks, in order."""
+        """The blocks, in the order of the list."""
         return list(self.members.values())
 
     @property

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 MOST = 1_000
-"""Maximum number of objects that are searched in one value. The limit prevents that a huge structure delays a
+"""Maximum number of objects that are searched in one value. Without a limit, a huge structure would delay a
 step."""
 
 DEPTH = 6
@@ -49,9 +49,9 @@ def modules_in(layer: torch.nn.Module) -> list[torch.nn.Module]:
 def parameters_in(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
     """Return the parameters of modules and of all their submodules, without duplicates.
 
-    A step needs the list of parameters several times, and adapters add thousands of small modules to a model.
-    This function is therefore much faster than ``module.parameters()``. A module's own ``named_parameters``
-    method is not called.
+    This function is much faster than ``module.parameters()``. A step needs the list of parameters several
+    times, and adapters add thousands of small modules to a model. If a module overrides ``named_parameters``,
+    this function ignores the override.
     """
     inner = (each for module in modules for each in modules_in(module))
     held = (parameter for each in inner for parameter in each._parameters.values() if parameter is not None)

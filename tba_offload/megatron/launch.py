@@ -27,7 +27,7 @@ CPU = "--cpu"
 _REMEDIES = dict.fromkeys(("psutil", "regex", "six", "tensorboard"), "'tba-offload[scripts]'") | {
     "triton": "triton"
 }
-"""Packages that training scripts of some Megatron-LM releases import. Each package has an argument for ``pip
+"""Packages that training scripts of some Megatron-LM releases import, each with an argument for ``pip
 install``."""
 
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

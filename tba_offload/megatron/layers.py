@@ -104,7 +104,7 @@ def _checkpoint(run: Callable[..., object], *args: object) -> object:
 
 
 def _states() -> Sequence[State]:
-    """Return the states that recomputation restores: random generators and logged router losses."""
+    """Return the states that recomputation restores: random generators, and logged losses of MoE routers."""
     from megatron.core import tensor_parallel
 
     tracker = tensor_parallel.get_cuda_rng_tracker()
@@ -128,10 +128,10 @@ def _put_logged(values: Mapping[str, Tensor]) -> None:
 
 
 def shorten(layers: Sequence[LayerId], everywhere: Sequence[LayerId]) -> list[LayerId]:
-    """Remove the stack from layer ids if the layer numbers of all ranks are unique, and add stack depths.
+    """Add the number of layers to each id, and remove the stack from the ids if layer numbers are unique.
 
-    For example, the layers of multi-token prediction continue the numbers of the decoder, so the numbers are
-    unique. Both stacks of T5 start from 0, so the ids of T5 keep their stacks.
+    For example, the layers of multi-token prediction continue the numbers of the decoder, so layer numbers
+    are unique. In T5, the numbers of both stacks start from 0, so the layer ids keep their stacks.
 
     Args:
         layers: Layer ids of this rank, with stacks.

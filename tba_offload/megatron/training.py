@@ -86,7 +86,7 @@ def _attaching(setup: Callable[..., Any]) -> Callable[..., Any]:
 def attaching_first(load: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap Megatron's ``load_checkpoint``, so that states and masters are offloaded before loading.
 
-    The states of a checkpoint are then loaded in little memory.
+    Loading then needs less memory, because only a few states are in memory at a time.
 
     Args:
         load: Megatron's ``load_checkpoint``.

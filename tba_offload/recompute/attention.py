@@ -40,7 +40,9 @@ of another package only after that package is imported."""
 
 
 class AttentionOnce:
-    """The forward of a layer. The first call computes attention. Later calls reuse the output of attention.
+    """The forward of one run of a layer, which also recomputes the layer.
+
+    The first call computes attention. Later calls, which recompute the layer, reuse the output of attention.
 
     Args:
         forward: Function that runs the layer.

@@ -114,10 +114,11 @@ class RecomputedLayer:
     def leave(self, fault: BaseException) -> bool:
         """Leave the layer to the framework's checkpoint function, and return True.
 
-        Return False if the framework has no checkpoint function, or if ``fault`` is an error of another kind.
+        Return False if the framework has no checkpoint function.
 
         Args:
-            fault: The error that shows why the layer cannot be recomputed.
+            fault: The error that shows why the layer cannot be recomputed. If ``fault`` is neither an
+                ``UnsupportedError`` nor a ``RecomputationError``, return False.
         """
         if self._site.checkpoint is None or not isinstance(fault, UnsupportedError | RecomputationError):
             return False
@@ -170,13 +171,15 @@ class RecomputedLayer:
 
 
 class _Execution:
-    """The first run of a layer, and its recomputation in backward. The object holds no saved tensor.
+    """The first run of a layer, and its recomputation in backward.
+
+    The object keeps no saved tensor in memory.
 
     Args:
         layer: The layer.
         forward: Function that runs the layer.
         given: The layer's arguments.
-        part: Index of the part (one eighth) of the saved tensors that is compared; ``None`` for all tensors.
+        part: Which eighth of the saved tensors is compared, from 0 to 7; ``None`` for all tensors.
 
     Attributes:
         training: The training flags of the layer's modules.
@@ -250,7 +253,7 @@ class _Execution:
         return True
 
     def _end_first_run(self) -> None:
-        """Compute the digests of the first run. In a new mode, also check the run for side effects."""
+        """Compute the digests of the first run. If the training flags are new, also look for side effects."""
         layer, look, self._look = self._layer, self._look, None
         self._first.end()
         self._has_ended, layer.last_saved = True, self._first.last
@@ -341,7 +344,7 @@ class _Execution:
 
 
 class _Ended(BaseException):
-    """The exception that ends a second run.
+    """The exception that ends a second run before the end of forward.
 
     The class is a ``BaseException``, because a layer may catch every ``Exception``.
     """

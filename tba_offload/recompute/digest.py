@@ -18,7 +18,7 @@ _COLUMNS = 1021
 tensor is a multiple of the number."""
 
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64
-"""An odd number whose bits look random. Each column is multiplied by another odd multiple of this number."""
+"""An odd number whose bits look random. Each column is multiplied by its own odd multiple of this number."""
 
 
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -47,10 +47,10 @@ def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def fold(tensor: torch.Tensor) -> torch.Tensor:
-    """Return column sums of a strided tensor, which depend on every byte of the tensor.
+    """Return sums of the 64-bit words of a strided tensor. Together, the sums depend on every byte.
 
     Returns:
-        A tensor of 1021 integers of 64 bits on the same device. The tensor takes 8 KiB.
+        1021 sums: a tensor of 64-bit integers on the same device, of 8 KiB.
     """
     words, rest = _words(tensor)
     count = words.numel() // _COLUMNS
@@ -86,7 +86,7 @@ def _factors(device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def digest(tensor: torch.Tensor) -> list[int]:
-    """Wait for the device of a tensor, and return one digest for each of its :func:`plain_parts`.
+    """Wait for the device of a tensor, and return one digest for each tensor in its :func:`plain_parts`.
 
     Raises:
         TypeError: The bytes of the tensor cannot be read.

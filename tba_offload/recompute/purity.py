@@ -1,8 +1,8 @@
 """A search for side effects of a layer's first run, once for each combination of training flags.
 
-A recomputation restores three kinds of state: random generators, small buffers that forward changes in place,
-such as running statistics, and attributes that the second run sets. If the forward of a layer changes other
-state, an error names the layer and the state.
+A recomputation restores random generators, and the attributes that the second run sets on modules of the
+layer. A recomputation also restores small buffers that forward changes in place, such as running statistics.
+If the forward of a layer changes other state, an error names the layer and the state.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Mode(NamedTuple):
     PyTorch's checkpoint restores PyTorch's random generators.
 
     Attributes:
-        states: Settings that affect the choice of kernels, and states of the framework. If the layer draws
-            random numbers from Python or NumPy, also the random generators of Python and NumPy.
+        states: Settings that affect the choice of kernels, and states of the framework. The random generators
+            of Python and NumPy are included if the layer uses them.
         buffers: Names of the small buffers that forward changes.
     """
 
@@ -207,7 +207,7 @@ def impure(layer: str, changes: Sequence[str]) -> TbaError:
 
 @contextlib.contextmanager
 def state_kept(layer: str, module: nn.Module) -> Iterator[None]:
-    """Restore the attributes and buffers of a layer at the end of the block, which is a second run.
+    """Restore the attributes and buffers of a layer after the block. The block is a second run of the layer.
 
     Raises:
         UnsupportedError: The second run changed a tensor in place. :class:`Look` misses this change if the

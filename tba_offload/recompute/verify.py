@@ -31,7 +31,7 @@ _WHOLE_STEPS = 3
 """Number of steps at the start of each mode of a layer in which every saved tensor is read."""
 
 _PARTS = 8
-"""Number of steps, after the first :data:`_WHOLE_STEPS`, in which every saved tensor is read once."""
+"""Number of parts of the saved tensors. After the first :data:`_WHOLE_STEPS`, each step reads one part."""
 
 OTHER = "its second run gave other numbers than the first"
 
