@@ -94,7 +94,7 @@ class UnsupportedError(TbaError, RuntimeError):
 
 
 class MissingDependencyError(TbaError, ImportError):
-    """An optional package is not installed, and the called feature needs the package.
+    """A feature needs an optional package that is not installed.
 
     Args:
         package: The missing package.
@@ -119,7 +119,7 @@ def required(package: str, purpose: str, *, extra: str) -> Iterator[None]:
 
 
 class SavedTensorModifiedError(TbaError, RuntimeError):
-    """A tensor that autograd saved was changed in place before backward used it."""
+    """A tensor that autograd saved was changed in place before backward used the tensor."""
 
 
 class RecomputationError(TbaError, RuntimeError):
@@ -131,15 +131,15 @@ class TransferError(TbaError, RuntimeError):
 
 
 class SessionError(TbaError, RuntimeError):
-    """A session was used out of order, after it was closed, or in a forked child."""
+    """A session was used in a wrong order, after its close, or in a forked child process."""
 
 
 class StatesAwayError(TbaError, RuntimeError):
-    """An optimizer state was used between updates, while its bytes were in a store."""
+    """The program used an optimizer state while the bytes of the state were in the store."""
 
 
 class PatchError(TbaError, RuntimeError):
-    """A Megatron-LM checkout is of an unknown release, was modified, or does not match the patch."""
+    """A Megatron-LM checkout cannot be patched: its release has no patch, or its files were modified."""
 
 
 class RunLogError(TbaError, ValueError):
@@ -179,7 +179,7 @@ class DeviceError(StoreError):
 
 
 def is_of_drive(error: BaseException | None) -> bool:
-    """Return True if the system or a checksum reported that the drive failed.
+    """Return True if an error is a failure of a drive, reported by the system or by a checksum.
 
     Return False for a failure of the program or of the accelerator.
     """
@@ -206,7 +206,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def log_warning(name: str, message: str, *figures: object) -> None:
-    """Log a warning to the logger of a module, and hide open progress bars of tqdm during the output.
+    """Log a warning to the logger of a module. Hide open progress bars of tqdm while the warning is printed.
 
     Args:
         name: The name of the module.

@@ -357,7 +357,7 @@ class LayerHooks:
     def _packed(
         self, tensor: torch.Tensor, local: torch.Tensor, saved: SavedStorage, place: object = None
     ) -> Packed:
-        """Return a :class:`Packed` for a saved storage. Record a new storage under the key ``place``."""
+        """Return a :class:`Packed` for a saved storage. If ``place`` is not ``None``, the storage is new."""
         capture, packed = self.capture, Packed(saved)
         packed.view = local.dtype, local.shape, local.stride(), local.storage_offset()  # type: ignore[assignment]
         if place is None:
@@ -406,10 +406,10 @@ class LayerHooks:
     # ---- tensors that stay in memory -------------------------------------------------------------
 
     def _keep(self, tensor: torch.Tensor, key: ActivationKey, nbytes: int) -> Kept | None:
-        """Keep an activation for one of three reasons; else return ``None``.
+        """Keep an activation in memory if there is a reason; else return ``None``.
 
-        The reasons: another reference holds the activation, the plan keeps the activation, or the drive is
-        too slow.
+        There are three reasons. Another reference holds the activation, the plan keeps the activation, or the
+        drive is too slow.
         """
         capture, trace = self.capture, self.capture.trace
         if (key.number, nbytes) in self._learned:  # costs no memory, so ``stays`` does not count it

@@ -147,9 +147,10 @@ class StepTrace:
         activations: The activations, in the order of saving.
         sources: Tensors that are offloaded although autograd does not save them. Placement ``offload-remat``
             rebuilds saved tensors from these tensors.
-        kept_bytes: Bytes of saved tensors that stayed in memory for one of these reasons: the tensor is too
-            small, its kind cannot be offloaded, the plan keeps the tensor, the drive is too slow, or another
-            reference holds the tensor. Parameters, buffers and layers placed ``keep`` are not counted.
+        kept_bytes: Bytes of saved tensors that stayed in memory, except parameters and buffers. A tensor
+            stays in memory if it is too small, if its kind cannot be offloaded, or if another reference holds
+            the tensor. The plan may also keep a tensor, and so may a drive that is too slow. Layers placed
+            ``keep`` are not counted.
         deduplicated_bytes: Bytes of saved tensors whose storage was already saved in this step.
         rebuilt_bytes: Bytes of activations that placement ``offload-remat`` computes again.
         left_alone: Number of scopes that were not captured. In these scopes, other code had set saved-tensor

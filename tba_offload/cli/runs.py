@@ -109,9 +109,8 @@ def plan(
 
     The command reads the run log of one process. The output has a table with the best plan for each of
     several budgets, and one chosen plan. With --budget, the chosen plan is the best plan for the budget.
-    Without --budget, the chosen plan has the lowest peak at which training does not wait for drives and a
-    step takes no longer than with 'keep'. If this peak is almost as high as with 'keep', the chosen plan
-    keeps all layers.
+    Without --budget, the chosen plan has the lowest peak at which a step takes no longer than with 'keep' and
+    does not wait for drives. If this peak is almost as high as with 'keep', the chosen plan keeps all layers.
 
     By default, plans use the drive rates in the run log. To use other rates, pass --write and --read, or
     --dir. If the run kept all layers, the run log has no drive rates, and one of these options is required.

@@ -82,8 +82,8 @@ def _switches(blocks: Mapping[Any, AbstractSet[nn.Module]]) -> Iterator[Switch]:
     Megatron itself recomputes these layers.
 
     Args:
-        blocks: For each block of layers, the attached layers in the block. The caller finds them once,
-            because a walk through all modules in each step takes time.
+        blocks: For each block of layers, the attached layers in the block. The caller finds these layers only
+            once, because a walk through all modules takes time.
     """
     name = "recompute_granularity"
     for config in {id(block.config): block.config for block in blocks}.values():

@@ -270,7 +270,8 @@ def _agree(proposed: dict[str, Placement], need: tuple[float, float]) -> dict[st
 
     Args:
         proposed: This rank's proposal: a placement for each of its layers.
-        need: How much memory this rank needs. Needs are compared as tuples.
+        need: How much this rank needs recomputation: the bytes over the budget and the seconds of a step that
+            offloads all layers. The seconds decide between ranks with equal bytes.
     """
     agreed: dict[str, Placement] = {}
     proposals = reversed(_of_all_ranks([(need, proposed)]))  # if needs are equal, the lowest rank wins

@@ -210,8 +210,7 @@ def state_kept(layer: str, module: nn.Module) -> Iterator[None]:
     """Restore the attributes and buffers of a layer after the block. The block is a second run of the layer.
 
     Raises:
-        UnsupportedError: The second run changed a tensor in place. :class:`Look` misses this change if the
-            first run creates the tensor, for example a sum that starts as ``None``.
+        UnsupportedError: The second run changed a tensor in place.
     """
     parts = modules_in(module)
     before = [(m, now, dict(now), set(m._parameters)) for m in parts for now in (vars(m), m._buffers)]
