@@ -10,7 +10,7 @@
     ├── RecomputationError (RuntimeError)     a recomputed layer gave other numbers than its forward
     ├── TransferError (RuntimeError)          the transfer of one activation failed
     ├── StatesAwayError (RuntimeError)        an optimizer state was used while its bytes were in a store
-    ├── SessionError (RuntimeError)           a session was used out of order, closed, or after a fork
+    ├── SessionError (RuntimeError)           a session was used in a wrong order, closed, or after a fork
     ├── PatchError (RuntimeError)             a Megatron-LM checkout cannot be patched
     ├── RunLogError (ValueError)              a run log cannot be read
     └── StoreError (OSError)                  a store could not move bytes

@@ -27,7 +27,7 @@ class TensorBoardSink:
 
     Args:
         writer: A ``SummaryWriter``, or another object with an ``add_scalar`` method.
-        steps_before: Number of steps of a resumed run before this session.
+        steps_before: Number of steps that a resumed run had before this session.
     """
 
     def __init__(self, writer: Any, *, steps_before: int = 0) -> None:
@@ -43,12 +43,13 @@ class TensorBoardSink:
 class WandbSink:
     """Sink for W&B. Each curve is named ``tba-offload/`` plus the name of the figure.
 
-    The x-axis of the curves is ``tba-offload/step`` instead of W&B's own step counter. On an accelerator, the
-    figures of a step are known one step later, and W&B drops figures of an earlier step of its own counter.
+    The x-axis of the curves is ``tba-offload/step``, and not W&B's own step counter. On an accelerator, the
+    figures of a step are known one step later. W&B's counter has then advanced, and W&B would drop the
+    figures.
 
     Args:
         run: The run object from ``wandb.init``.
-        steps_before: Number of steps of a resumed run before this session.
+        steps_before: Number of steps that a resumed run had before this session.
     """
 
     def __init__(self, run: Any, *, steps_before: int = 0) -> None:

@@ -197,7 +197,7 @@ def is_compiled(forward: object) -> bool:
 
 
 def load_compiler() -> None:
-    """Import the compiler before the first step. Else the first recomputed layer imports its 70 MiB."""
+    """Import the compiler (70 MiB) before the first step. PyTorch's checkpoint imports the compiler too."""
     import torch._dynamo  # noqa: F401
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tba_offload.transfer.offloader import Offloader
 
 SPARSE = 4
-"""A view that needs less than one ``SPARSE``-th of its storage is copied into a dense tensor."""
+"""A view that uses less than 1 / ``SPARSE`` of its storage is copied into a dense tensor."""
 
 RELEARN_AFTER = 32
 """Number of steps between two resets of :attr:`Capture.learned`.

@@ -124,7 +124,7 @@ def restore(storage: torch.UntypedStorage, view: View, probe: torch.Tensor, star
 
 
 def _put(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Replace the bytes of a detached tensor. Its version counter and its distribution stay the same."""
+    """Replace the bytes of a detached tensor, and keep its version counter and the class of a ``DTensor``."""
     if _is_distributed(tensor):
         tensor._local_tensor = data  # type: ignore[attr-defined]
     else:

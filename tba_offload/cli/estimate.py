@@ -57,7 +57,7 @@ def estimate(*, host_capacity: int | None, **options: Any) -> None:
     For each placement, the output has the activation peak, the step time, the bytes written and the life of
     the drives. The column 'Drives need' has the rate that drives need to write all bytes of a step during
     forward. A step writes fewer bytes if backward still finds some activations in memory. The last line names
-    the sequence lengths at which 'recompute-offload' does not wait for drives.
+    the shortest sequence length at which 'recompute-offload' does not wait for drives.
 
     The model is a language model of the package transformers, with one stack of layers. The model runs on
     tensors without data. The rates of host memory are measured on this machine. The estimate uses the kernels

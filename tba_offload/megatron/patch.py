@@ -17,8 +17,7 @@ from pathlib import Path
 from tba_offload.errors import PatchError
 
 RELEASES = {"core_v0.16.1": "0.16", "core_v0.19.0": "0.19", "main": "0.20"}
-"""The releases that have a patch. Each release has the first two numbers of the version in its file
-``megatron/core/package_info.py``."""
+"""For each release with a patch, the first two numbers of its ``megatron/core/package_info.py`` version."""
 
 _VERSION_FILE = Path("megatron/core/package_info.py")
 _NUMBER = re.compile(r"^(MAJOR|MINOR|PATCH) *= *(\d+)", re.MULTILINE)
