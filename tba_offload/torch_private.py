@@ -117,12 +117,8 @@ def users_of(storage: torch.UntypedStorage) -> int:
     return int(_C._storage_Use_Count(storage._cdata))
 
 
-references_to: Callable[[torch.Tensor], int] = methodcaller("_use_count")
-"""Return the number of C++ references to a tensor. The Python object has one reference. All other references
-belong to autograd."""
-
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
-tree_leaves = _pytree.tree_leaves
+tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
 
 
 def tensors_without_data() -> Any:

@@ -6,6 +6,7 @@ import functools
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import pairwise
@@ -15,7 +16,14 @@ import torch
 
 from tba_offload.errors import SessionError
 from tba_offload.states.away import METADATA
-from tba_offload.torch_private import factories, not_traced, references_to, tree_leaves, without_subclasses
+from tba_offload.torch_private import (
+    factories,
+    is_transformed,
+    not_traced,
+    tree_leaves,
+    tree_map,
+    without_subclasses,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -26,6 +34,7 @@ if TYPE_CHECKING:
 
 _TENSOR: Any = torch.Tensor  # its descriptors are missing in the type stubs
 _METADATA = METADATA - {_TENSOR.stride, _TENSOR.is_contiguous}  # the placeholder has other strides
+_OF_ITSELF = {_TENSOR.data.__set__, _TENSOR.set_, _TENSOR.resize_, _TENSOR.resize_as_}
 _TRAIN = {_TENSOR.requires_grad_, _TENSOR.requires_grad.__set__}
 _IS_COMPATIBLE = factories._has_compatible_shallow_copy_type
 _PASSES, _NEARLY_ALL = 5, 4
@@ -35,7 +44,7 @@ Run: TypeAlias = "dict[FrozenWeight, set[int]]"
 """The slices of experts that a run of their layer has used."""
 
 _NO_SLICES = ()
-_ALONE = references_to(torch.empty(0))
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 class Guard:
@@ -67,7 +76,7 @@ class Guard:
             views = [weight for weight in weights if stack.enter_context(weight.in_use(func, args, kwargs))]
             if func is _TENSOR.data_ptr:  # the memory must stay while the program uses the address
                 weights[0].loans.pointed.append(args[0].detach())
-            result = func(*args, **kwargs)
+            result = _with_aliases(func, args, kwargs, () if func in _OF_ITSELF else found)
             return views[0].guard(result) if views else result
 
     def _refuse(self, *_: object) -> NoReturn:
@@ -88,6 +97,14 @@ def _guarded(kind: type[torch.Tensor]) -> type[torch.Tensor]:
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     metaclass: Any = type(kind)
     return metaclass(kind.__name__, (Guard, kind), names)  # type: ignore[no-any-return]
+
+
+def _with_aliases(func: Any, args: Any, kwargs: Any, found: Iterable[Any]) -> Any:
+    """Run a function with aliases of weights, because autograd and its hooks keep what a function reads."""
+    aliases = {id(each): each.detach() for each in found if type(each) in _PLAIN}
+    args, kwargs = tree_map(lambda value: aliases.get(id(value), value), (args, kwargs))
+    result = func(*args, **kwargs)
+    return next((each for each in found if aliases.get(id(each), aliases) is result), result)
 
 
 def _weight_of(tensor: Any) -> FrozenWeight:
@@ -157,8 +174,8 @@ class FrozenWeight:
         self.used: set[int] = set()
         self._ran: deque[bool] = deque(maxlen=_PASSES)
         self._tensors = [(tensor, type(tensor)) for tensor in tensors]
+        self._pins = list(map(weakref.ref, tensors))  # swap_tensors() would move the guard to another tensor
         self._readers, self.is_open = 0, False
-        self._references: list[int] = []
         self._views: list[Any] = []
         self.nbytes = sum(part.nbytes for part in parts)
 
@@ -308,8 +325,6 @@ class FrozenWeight:
             with loans.lock, without_subclasses():
                 loans.reclaim()
                 began = time.perf_counter()
-                if self not in loans.lent:
-                    self._references = [references_to(tensor) for tensor, _ in self._tensors]
                 for part in self.parts:
                     part.lend()
                 loans.tell_once(self, time.perf_counter() - began)
@@ -332,9 +347,7 @@ class FrozenWeight:
         if self._readers:
             return
         self.loans.lent.add(self)
-        found = [references_to(tensor) for tensor, _ in self._tensors]
-        own, self._references = self._references, []  # autograd may free what it held before this use
-        if any(part.is_used for part in self.parts) or found != (own or [_ALONE] * len(found)):
+        if any(part.is_used for part in self.parts):
             for part in self.parts:
                 part.watch()
             return
@@ -356,6 +369,8 @@ class FrozenWeight:
         said = ""
         if func in _TRAIN and (args[1] if len(args) > 1 else kwargs.get("requires_grad", True)):
             said = "cannot be trained while its values are in the store"
+        elif is_transformed():
+            said = "cannot be used in a transform of torch.func while its values are in the store"
         elif func == _TENSOR.data.__set__ or func is _IS_COMPATIBLE:  # nn.Module.to() asks this first
             parts = [part for part in self.parts if part.tensors[0] is args[0]]
             said = "".join(part.unlike(args[1]) for part in parts)
