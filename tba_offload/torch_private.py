@@ -193,7 +193,7 @@ def is_compiled(forward: object) -> bool:
 
 
 def load_compiler() -> None:
-    """Import the compiler (70 MiB) before the first step. PyTorch's checkpoint imports the compiler too."""
+    """Import the compiler (70 MiB) before the first step. Otherwise, the first recomputation imports it."""
     import torch._dynamo  # noqa: F401
 
 

@@ -357,7 +357,14 @@ class LayerHooks:
     def _packed(
         self, tensor: torch.Tensor, local: torch.Tensor, saved: SavedStorage, place: object = None
     ) -> Packed:
-        """Return a :class:`Packed` for a saved storage. If ``place`` is not ``None``, the storage is new."""
+        """Return a :class:`Packed` for a saved storage.
+
+        Args:
+            tensor: The saved tensor.
+            local: The local tensor of a distributed tensor; any other tensor unchanged.
+            saved: The saved storage.
+            place: Key of a new saved storage in :attr:`Capture.saved`; ``None`` if the storage is not new.
+        """
         capture, packed = self.capture, Packed(saved)
         packed.view = local.dtype, local.shape, local.stride(), local.storage_offset()  # type: ignore[assignment]
         if place is None:

@@ -54,7 +54,7 @@ class PrefetchSchedule:
         self._next, self._last, self._pass = 0, -1, 0
 
     def abandon_step(self) -> None:
-        """Drop what a failed step recorded. The next step has the same expected order as the failed step."""
+        """Discard the records of a failed step. The next step has the same expected order as that step."""
         self._refs.clear()
         self._new.clear()
         self._recorded = self._expected

@@ -31,7 +31,7 @@ FORCE = click.option("--force", is_flag=True, help="Replace an existing file. Ru
 DIRECTORIES = click.argument(
     "directories", metavar="[DIR]...", nargs=-1, type=click.Path(readable=False, path_type=Path)
 )
-"""Argument for one directory on each drive."""
+"""Argument ``DIR``, which can be repeated: a directory on each drive."""
 
 
 def size(_context: click.Context, _parameter: click.Parameter, text: str | None) -> int | None:

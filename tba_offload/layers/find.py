@@ -136,7 +136,8 @@ class LayerStack:
             micro-batch. If ``micro_batch`` is ``None``, the runs of each layer are counted instead.
         states: Function that returns the framework's states, such as random generators, that are restored
             before a layer is recomputed.
-        switches: Function that returns the switches that are on, so that the framework recomputes layers.
+        switches: Function that returns each :class:`Switch` that is on. The framework recomputes the layers
+            of these switches.
         checkpointed: Layers on other ranks that the framework recomputes.
         left_out: Lists of blocks that are not attached although they have many parameters. See
             :data:`LEAST_LEFT_OUT`.

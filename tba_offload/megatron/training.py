@@ -339,7 +339,8 @@ def report_loss(step: Step, losses: Any) -> None:
     Args:
         step: Step whose record gets the loss.
         losses: The return value of the schedule: a list with one dict for each micro-batch. The first value
-            of a dict is the mean loss, or the sum of the loss and the number of tokens. With 0 tokens, the
+            of a dict is the mean loss, or a pair: the summed loss and the number of tokens. With 0 tokens,
+                the
             loss is NaN. On a pipeline stage without a loss, the list is empty.
     """
     first = [next(iter(each.values())) for each in losses if each] if isinstance(losses, list) else []
