@@ -82,8 +82,7 @@ limited() {
     timeout --signal=INT --kill-after=15 "${LIMIT:-$seconds}" "$@"
 }
 
-TESTS=("$PYTHON" -m pytest -m gpu tests/gpu tests/unit/store
-    tests/contracts/transparency/test_transformer_engine.py) # there are no others
+TESTS=("$PYTHON" -m pytest -m gpu tests/gpu tests/unit/store) # there are no others
 TOGETHER=(-n "${JOBS:-8}")
 ALONE='takes_the_time or allocators_peak'
 APART='compiled or another_allocator'

@@ -17,7 +17,6 @@ from tba_offload.megatron.arguments import (
     Conflict,
     add_arguments,
     config_of,
-    is_on,
     refuse_conflicts,
 )
 
@@ -37,15 +36,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 def read(*flags: str) -> argparse.Namespace:
     return make_parser().parse_args(flags)
-
-
-def test_without_a_flag_nothing_is_on() -> None:
-    assert not is_on(read("--num-layers", "4", "--recompute-granularity", "full", "--cpu-offloading"))
-
-
-@pytest.mark.parametrize("flag", ["--tba-placement=offload", "--no-tba-checksum", "--tba-trace-steps=5"])
-def test_any_flag_turns_it_on(flag: str) -> None:
-    assert is_on(read(flag))
 
 
 def test_flags_alone_make_a_policy(tmp_path: Path) -> None:

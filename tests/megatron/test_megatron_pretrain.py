@@ -12,7 +12,6 @@ import warnings
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from commands import call
 from covering import of_which
 from pretrain_runs import (
@@ -132,21 +131,6 @@ def test_recomputation_by_megatron_is_taken_over(
     for step in log.steps:
         assert (step.recomputed_scopes, step.left_alone_scopes) == (2 * taken, 0)
         assert step.offloaded_bytes > 0
-
-
-def test_curves_stand_at_the_iterations_of_megatron(
-    plain: Figures, tmp_path: Path, python_with_scripts: Warm
-) -> None:
-    board = tmp_path / "board"
-    flags = ("--tensorboard-dir", str(board), "--tensorboard-log-interval", "2")
-    found, log = offload(python_with_scripts, tmp_path / "run", *flags)
-    assert found == plain
-    curves = read_curves(board)
-    assert [iteration for iteration, _ in curves["lm loss"]] == [2, 4]
-    steps = [(step.step, step) for step in log.steps if step.step in {2, 4}]
-    for name in ("offloaded_bytes", "stall_seconds", "activation_peak_bytes", "kept_bytes"):
-        expected = [(number, torch.tensor(float(getattr(step, name))).item()) for number, step in steps]
-        assert curves[f"tba-offload/{name}"] == expected
 
 
 def read_curves(directory: Path) -> dict[str, list[tuple[int, float]]]:

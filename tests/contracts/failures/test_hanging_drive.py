@@ -114,28 +114,6 @@ def test_a_script_ends_with_the_named_error(
     assert seconds < LIMIT + 5 + 20  # a busy machine may take long for the rest
 
 
-@pytest.mark.full
-def test_a_loop_that_catches_the_error_goes_on(tmp_path: Path, python_with_torch: Warm) -> None:
-    script = (
-        told(tmp_path / "drive", "hang-write")
-        + """
-session = tba.attach(model, policy)
-train(2)
-hang()
-errors = 0
-for _ in range(20):
-    try:
-        train(1)
-    except tba.TransferError as error:
-        errors += 1
-print(f"{errors} of 20 steps failed", file=sys.stderr)
-"""
-    )
-    code, errors, _ = run(python_with_torch, script)
-    assert code == 0
-    assert "1 of 20 steps failed" in errors
-
-
 def test_a_session_that_was_never_closed(tmp_path: Path, python_with_torch: Warm) -> None:
     """The program ends, and callbacks of others run: one of them says how long."""
     script = (

@@ -74,11 +74,6 @@ def test_drives_add_up_to_the_step(tmp_path: Path) -> None:
         assert all(before[1] <= after[0] for before, after in pairwise(own))
 
 
-def test_few_steps_are_told(tmp_path: Path) -> None:
-    log = read_run_log(logged(tmp_path, steps=17))
-    assert [told.step for told in log.events(TimelineEvent)] == [3, 4, 8, 16]
-
-
 # At a user's word
 
 
@@ -148,12 +143,3 @@ def test_what_optimizer_states_move_is_told_apart(model: Model, tmp_path: Path) 
         read[move.drive] += 0 if move.writes else move.nbytes
     assert read == [step.record.read_bytes, states.read_bytes]
     assert sum(move.nbytes for move in told.moves if move.drive == 1 and move.writes) > 0
-
-
-def test_a_step_that_failed_leaves_nothing_on(session: Session, model: Model) -> None:
-    with pytest.raises(ZeroDivisionError):
-        with session.step(trace=True) as failed:
-            loss_of(model, make_tokens(0))
-            raise ZeroDivisionError
-    with pytest.raises(SessionError, match="no timeline was recorded"):
-        _ = failed.timeline

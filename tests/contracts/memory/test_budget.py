@@ -202,42 +202,6 @@ def test_no_step_is_over_the_budget_whatever_the_lengths_are(name: str, order: s
         assert found.peaks[-1] > found.peaks[STEP_OF_GROWTH]  # then there is a plan for it
 
 
-SKIPPED: dict[str, Callable[[int, int], set[int]]] = {
-    "in turn": lambda step, number: {(step + number) % LAYERS},
-    "at random": lambda step, number: {
-        layer for layer in range(LAYERS) if random.Random(1000 * step + 10 * number + layer).random() < 0.3
-    },
-}
-"""The layers that are skipped, by step and micro-batch."""
-
-
-def skipping(name: str, order: str) -> Job:
-    def loss(model: nn.Module, number: int) -> Tensor:
-        skipped = SKIPPED[name](*divmod(number, 100))
-        whole = model.layers
-        assert isinstance(whole, torch.nn.ModuleList)
-        del model.layers
-        model.layers = [layer for place, layer in enumerate(whole) if place not in skipped]
-        try:
-            return plain_loss(model, number)
-        finally:
-            model.layers = whole
-
-    return Job(loss, order)
-
-
-@pytest.mark.parametrize(("name", "order", "share"), [("in turn", "FB", 0.6), ("at random", "FBFB", 0.8)])
-def test_no_step_is_over_the_budget_whichever_layers_are_skipped(
-    name: str, order: str, share: float, tmp_path: Path
-) -> None:
-    """Also if no step runs all of them."""
-    job = skipping(name, order)
-    budget = int(share * max(run(job, tmp_path, default=Placement.KEEP).peaks))
-    found = run(job, tmp_path, steps=range(STEPS + 5), default=Placement.AUTO, activation_bytes=budget)
-    assert max(found.peaks) <= budget
-    assert found.told == []
-
-
 SLOWED = 6
 """Steps before a drive changes."""
 FAST, SLOW = 400e6, 30e6
@@ -264,15 +228,3 @@ def test_no_step_is_over_the_budget_however_fast_the_drive_is(name: str, order: 
             peaks.append(session.records[-1].activation_peak_bytes or 0)
             model.zero_grad()
     assert 0 < max(peaks) <= budget
-
-
-def test_a_budget_that_longer_sequences_break_is_told_once_when_they_come(tmp_path: Path) -> None:
-    job = of_lengths("growing", "FB")
-    before, after = (
-        least_of(job, tmp_path, steps) for steps in (range(3), range(STEP_OF_GROWTH - 1, STEP_OF_GROWTH + 2))
-    )
-    budget = int((2 * before + after) / 3)
-    found = run(job, tmp_path, default=Placement.AUTO, activation_bytes=budget)
-    (told,) = found.told
-    assert "cannot be met" in told
-    assert max(found.peaks) <= after + LARGEST

@@ -20,7 +20,7 @@ import torch
 from commands import call
 from covering import full, in_turn, of_which
 from exact_memory import counted_bytes, exact_memory
-from harness import KIB, MIB
+from harness import KIB
 from models import loss_of, make_model, make_tokens, same_bits
 
 import tba_offload as tba
@@ -166,27 +166,6 @@ def run_within(directory: Path, share: float, **how: Any) -> tuple[Run, Run, int
 
 
 @pytest.mark.usefixtures("peaks_are_exact")
-def test_where_a_plain_step_fits_nothing_leaves_memory(tmp_path: Path) -> None:
-    """Most gradients come when most activations have gone, so that both need less than their peaks do."""
-    kept = run(tmp_path, {"default": "keep"}, batch=FEW)
-    plain = kept.records[-1]
-    base, peak = plain.base_bytes or 0, kept.peaks[-1]
-    budget = base + int(1.25 * (peak - base))
-    assert base + (plain.activation_peak_bytes or 0) + (plain.gradient_peak_bytes or 0) > budget
-    policy: dict[str, object] = {"default": "auto", "budget": {"device_bytes": budget}}
-    found = run(tmp_path, policy, batch=FEW, steps=2 * STEPS)
-    assert_below(found, budget)
-    # Of a step that tries something else nothing is predicted, and the last one may be such a step.
-    number = max(i for i, each in enumerate(found.records) if each.predicted_peak_bytes is not None)
-    last = found.records[number]
-    assert last.offloaded_bytes == last.recomputed_scopes == 0
-    assert last.activation_peak_bytes is not None
-    assert last.activation_peak_bytes < (last.activation_budget_bytes or 0)
-    assert last.predicted_device_peak_bytes == pytest.approx(found.peaks[number], rel=0.03)
-    assert last.predicted_peak_bytes == pytest.approx(last.activation_peak_bytes, rel=0.1)
-
-
-@pytest.mark.usefixtures("peaks_are_exact")
 @pytest.mark.parametrize(("share", "clears_late"), in_turn([0.8, 0.6], [False, True]))
 def test_activations_have_the_room_of_gradients_that_come_later(
     share: float, tmp_path: Path, *, clears_late: bool
@@ -220,23 +199,6 @@ def test_gradients_of_earlier_passes_are_there_in_forward(
 
 
 @pytest.mark.usefixtures("peaks_are_exact")
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_what_is_left_for_activations_is_derived_from_what_lies_there(
-    tmp_path: Path, *, by_hand: bool
-) -> None:
-    """The first step knows no states and no gradients, the third one all of them."""
-    device = 64 * MIB
-    found = run(tmp_path, {"default": "auto", "budget": {"device_bytes": device}}, by_hand=by_hand)
-    nbytes = sum(weight.nbytes for weight in found.weights)
-    budgets = [record.activation_budget_bytes or 0 for record in found.records]
-    assert device - 1.2 * nbytes - device / 50 < budgets[0] < device - nbytes
-    for budget, record in zip(budgets[2:], found.records[2:], strict=True):
-        left = device - (record.base_bytes or 0)
-        assert 0.95 * left < budget < left < device - 2.9 * nbytes  # weights, two states
-        assert (record.gradient_peak_bytes or 0) > 0.9 * nbytes  # may take of it as they come
-
-
-@pytest.mark.usefixtures("peaks_are_exact")
 def test_layers_that_are_placed_offload_have_less_in_flight(tmp_path: Path) -> None:
     kept = run(tmp_path, {"default": "keep"})
     budget = int(0.6 * max(kept.peaks))
@@ -266,14 +228,6 @@ def test_states_that_are_offloaded_leave_room_to_activations(when: str, tmp_path
     of_gradients = max(record.gradient_peak_bytes or 0 for record in found.records[1:])
     assert (of_gradients < 0.6 * size) is (when == "backward")
     assert_same_weights(found, kept)
-
-
-@pytest.mark.usefixtures("peaks_are_exact")
-def test_of_two_budgets_the_smaller_one_holds(tmp_path: Path) -> None:
-    both = {"device_bytes": "1GiB", "activation_bytes": "9MiB"}
-    found = run(tmp_path, {"default": "auto", "budget": both})
-    assert {record.activation_budget_bytes for record in found.records} == {9 * MIB}
-    assert max(record.activation_peak_bytes or 0 for record in found.records) <= 9 * MIB
 
 
 @pytest.mark.usefixtures("peaks_are_exact")
@@ -363,18 +317,6 @@ def test_where_something_else_takes_memory_more_states_travel(tmp_path: Path) ->
     assert found.updates[CHANGED - 1].staying == found.updates[-1].sub_groups
     assert found.travelling > 0.8 * found.updates[-1].sub_groups
     assert {number for number, peak in enumerate(found.peaks) if peak > budget} <= {CHANGED}
-
-
-@pytest.mark.usefixtures("peaks_are_exact")
-def test_layers_that_are_placed_offload_get_what_states_leave(tmp_path: Path) -> None:
-    """Of them it is not known what they would take under another budget, but that they fit under this one."""
-    kept = run_both(tmp_path, None)
-    for share, most in ((2.0, 0), (0.5, 99)):
-        budget = kept.share(share)
-        found = run_both(tmp_path, budget, default="offload")
-        assert_below(found, budget)
-        assert min(most, 1) <= found.travelling <= most
-        assert_same_weights(found, kept)
 
 
 @pytest.mark.usefixtures("peaks_are_exact")

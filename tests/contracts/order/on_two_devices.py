@@ -161,23 +161,3 @@ def test_a_pass_that_fails_on_a_thread_of_the_engine_holds_no_weights(tmp_path: 
         train(model)
         assert session.weights is not None
         assert session.weights.resident_bytes == 0
-
-
-def test_a_loss_on_another_device_is_read_when_that_has_come_to_it(tmp_path: Path) -> None:
-    """A pinned copy that is read too early holds the number of the step before."""
-    model, losses = seeded(Spread), []
-    x = torch.ones(16, WIDTH, device=DEVICES[0])
-    with tba.attach(model, policy(tmp_path, default="keep"), run_log=tmp_path / "run.jsonl") as session:
-        for _ in range(STEPS):
-            with session.step() as step:
-                loss = model(x).square().mean()
-                step.loss = loss.detach()
-                loss.backward()
-                with torch.accelerator.device_index(1):
-                    lagging.sleep(0.1)
-            for parameter in model.parameters():
-                parameter.data.sub_(parameter.grad, alpha=1e-2)  # type: ignore[arg-type]
-                parameter.grad = None
-            losses.append(loss)
-        torch.accelerator.synchronize()
-        assert [record.loss for record in session.records] == [each.item() for each in losses]

@@ -131,11 +131,6 @@ def test_all_attention_has_the_bits_of_plain_training(attend: Attend, calls: int
         assert more == LAYERS * calls * (OUTPUT_BYTES + SUM_BYTES)
 
 
-@pytest.mark.parametrize("attend", [causal, masked])
-def test_bits_in_half_precision(attend: Attend) -> None:
-    assert_same_steps(attend, dtype=torch.bfloat16)
-
-
 # Operations of other packages
 
 
@@ -185,19 +180,3 @@ def test_what_is_changed_in_place_is_noticed_as_autograd_would() -> None:
     with session_over(model) as session:
         with pytest.raises(SavedTensorModifiedError), session.step():
             step(model)
-
-
-def test_closing_the_last_session_leaves_the_operation_as_it_was() -> None:
-    operation = "aten::_scaled_dot_product_flash_attention_for_cpu"
-
-    def is_looked_at() -> bool:
-        return torch._C._dispatch_has_kernel_for_dispatch_key(operation, "BackendSelect")
-
-    for _ in range(2):
-        assert not is_looked_at()
-        model = layers_of(causal)
-        with session_over(model) as session:
-            with session.step():
-                step(model)
-            assert is_looked_at()
-        assert not is_looked_at()

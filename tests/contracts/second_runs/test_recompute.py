@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from blocks import (
     ONE,
-    SCHEDULES,
     Block,
     Net,
     assert_same,
@@ -26,12 +25,10 @@ from blocks import (
     make_input,
     make_net,
     run,
-    schedule,
 )
 from covering import in_turn
-from harness import KIB, Drive, assert_all_given_back, quiesce, session_for
+from harness import KIB, assert_all_given_back, quiesce, session_for
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import _CheckpointFrame, checkpoint
 
@@ -184,20 +181,6 @@ def test_a_graph_that_is_used_twice(default: str, *, settled: bool) -> None:
     assert all(map(is_made_again, records))
 
 
-@pytest.mark.parametrize(("name", "default"), in_turn(list(SCHEDULES), list(MADE_AGAIN)))
-def test_schedules_of_micro_batches(name: str, default: str) -> None:
-    """What travels, of all layers but the first, is more than the window of one micro-batch."""
-    drive, window = Drive(), 2 * (INPUT if default == INPUTS else ONE)
-    drive.writes.seconds = drive.reads.seconds = 0.001
-    work, block = schedule(SCHEDULES[name]), MADE_AGAIN[default]
-    settings = {"default": default, "drive": drive, "in_flight": window}
-    records = assert_transparent(work, block, depth=4, settled=False, **settings)
-    for record in records:
-        assert is_made_again(record)
-        assert record.in_flight_peak_bytes <= window
-    assert records[-1].offloaded_bytes > 0
-
-
 # Checkpoints of the program
 
 SAVED_AGAIN = hasattr(_CheckpointFrame, "save_inputs")
@@ -237,37 +220,6 @@ def test_layers_in_checkpoints_of_the_program_are_left_alone(
     inputs = math.ceil(3 / size) * INPUT if travels else 0
     for record in records:
         assert (record.left_alone_scopes, record.recomputed_scopes, record.offloaded_bytes) == (3, 0, inputs)
-
-
-def nested(net: Net, number: int) -> list[Tensor]:
-    """A checkpoint around two layers and other operations, in one around all; its graph is used twice."""
-
-    def inner(y: Tensor) -> Tensor:
-        return F.dropout(net.layers[1](net.layers[0](y).sin()).cos(), 0.1)
-
-    def outer(y: Tensor) -> Tensor:
-        return net.layers[2](checkpoint(inner, y.sin(), use_reentrant=False).exp())  # type: ignore[no-any-return]
-
-    x = make_input(number)
-    loss = checkpoint(outer, x * 2, use_reentrant=False).pow(2).mean()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    assert x.grad is not None
-    return [x.grad]
-
-
-def under_hooks(net: Net, number: int) -> list[Tensor]:
-    with save_on_cpu():
-        return in_checkpoints(net, number, size=2, use_reentrant=False)
-
-
-@pytest.mark.filterwarnings("ignore:.*runs inside saved-tensor hooks")
-@pytest.mark.parametrize(("work", "nbytes"), [(nested, INPUT * SAVED_AGAIN), (under_hooks, 0)])
-@pytest.mark.parametrize("default", ["offload", INPUTS])
-def test_arguments_that_other_hooks_have_saved_are_left_to_them(default: str, work: Any, nbytes: int) -> None:
-    """Only the outermost checkpoint has arguments that no other hooks have."""
-    for record in assert_transparent(work, dropping, default=default):
-        assert (record.left_alone_scopes, record.offloaded_bytes) == (3, nbytes)
 
 
 def wrapped(block: Callable[[], nn.Module], *, is_reentrant: bool) -> nn.Module:

@@ -622,16 +622,6 @@ def functional(net: Net) -> list[Tensor]:
     return [tensor.grad for tensor in given.values()]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("placement", [Placement.RECOMPUTE_OFFLOAD, Placement.OFFLOAD])
-def test_parameters_that_are_gone_in_backward_train_or_are_an_error(placement: Placement) -> None:
-    net = make(Plain)
-    with session_for(net, default=placement) as session, session.step():
-        if placement.recomputes:
-            assert "cannot be recomputed" in failure(RecomputationError, lambda: functional(net))
-        else:
-            assert_same_tensors(functional(net), functional(make(Plain)))
-
-
 def test_a_layer_that_stands_in_the_list_twice_is_one_layer() -> None:
     def shared() -> Net:
         net = make(DROPPING)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from covering import each_once, of_which
-from models import same_bits
 from optimizers import MAKERS, Training, assert_same, assert_same_state_dicts, copied, pair, policy, train
 from torch import nn, optim
 
@@ -156,29 +155,6 @@ def test_parameter_groups(tmp_path: Path) -> None:
         train(found, expected, *range(6), before=change)
 
 
-@pytest.mark.parametrize("then", ["leaves", "leaves and is cleared", "is cleared and moves"])
-def test_a_parameter_that_leaves_its_group(then: str, tmp_path: Path) -> None:
-    def change(training: Training, seed: int) -> None:
-        if seed == 2:
-            embedding, optimizer = training.model.embed.weight, training.optimizer
-            group = optimizer.param_groups[0]
-            group["params"] = [each for each in group["params"] if each is not embedding]
-            if "cleared" in then:
-                del optimizer.state[embedding]
-            if "moves" in then:
-                optimizer.add_param_group({"params": [embedding], "lr": 0.1})
-
-    found, expected = pair("adamw")
-    with tba.offload_optimizer(found.optimizer, policy(tmp_path)) as states:
-        train(found, expected, *range(5), before=change)
-        assert states.records[-1].states_bytes > 0
-    for a, b in zip(found.model.parameters(), expected.model.parameters(), strict=True):
-        assert same_bits(a.detach(), b.detach())
-        assert found.optimizer.state.get(a, {}).keys() == expected.optimizer.state.get(b, {}).keys()
-        for key, value in expected.optimizer.state.get(b, {}).items():
-            assert same_bits(found.optimizer.state[a][key], value)
-
-
 def set_states(training: Training, name: str, value: Callable[[Tensor], Tensor]) -> None:
     """Set a state of a parameter that is cut, and of one that is not."""
     for parameter in (training.model.embed.weight, training.model.layers[0].weight):
@@ -216,16 +192,6 @@ def test_states_that_are_moved_to_another_parameter_are_not_lost_by_close(tmp_pa
     state[old] = state.pop(new)
     states.close()
     assert_same(found, expected)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.parametrize("sparse_from", [0, 2])
-def test_sparse_gradients(sparse_from: int, tmp_path: Path) -> None:
-    def change(training: Training, seed: int) -> None:
-        training.model.embed.sparse = seed >= sparse_from
-
-    with offloaded("adagrad", tmp_path) as (found, expected, _):
-        train(found, expected, *range(5), before=change)
 
 
 # ---- optimizers of other packages ----------------------------------------------------------------------

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from covering import of_which
 from faults import inject
-from models import same_bits
 from optimizers import Training, assert_same, copied, pair, policy, train
 from torch import Tensor, optim
 
@@ -122,35 +121,6 @@ def test_what_comes_after_a_write_that_hangs(then: str, tmp_path: Path) -> None:
             assert_same(found, expected)
             states.close()
     assert all(type(value) is Tensor for each in found.optimizer.state.values() for value in each.values())
-
-
-class Failing(optim.AdamW):
-    """Fails in the update of one parameter, once."""
-
-    fails_at: Any = None
-
-    def step(self, closure: Any = None) -> Any:
-        if any(self.fails_at is each for group in self.param_groups for each in group["params"]):
-            type(self).fails_at = None
-            raise KeyboardInterrupt
-        return super().step(closure)
-
-
-def test_an_interrupt_inside_an_update_loses_no_state(tmp_path: Path) -> None:
-    """What was updated before it stays so, as without offloading; training goes on."""
-    found, _ = pair(Failing)
-    settings = policy(tmp_path, states={"trust": True})
-    with tba.offload_optimizer(found.optimizer, settings):
-        found.step(0)
-        before = found.optimizer.state_dict()["state"]
-        Failing.fails_at = found.model.layers[3].weight
-        with pytest.raises(KeyboardInterrupt):
-            found.step(1)
-        after = found.optimizer.state_dict()["state"]
-        assert after.keys() == before.keys()
-        changed = {n for n in after if not same_bits(after[n]["exp_avg"], before[n]["exp_avg"])}
-        assert changed != set(after)
-        found.step(2)
 
 
 def test_a_forked_child_cannot_use_them(tmp_path: Path) -> None:

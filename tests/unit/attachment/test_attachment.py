@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import traceback
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from later import Later
 from models import Model, loss_of, make_model, make_tokens, one_step, same_bits
 
 import tba_offload as tba
-from tba_offload.errors import ConfigError, NoEffectWarning, NothingSavedWarning
+from tba_offload.errors import NoEffectWarning, NothingSavedWarning
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,22 +62,6 @@ def test_directories_override_those_of_the_policy(
     policy = {"store": {"directories": "/no/such/directory"}}
     with tba.attach(make_model(), policy, directories=given, measure_memory=False) as session:
         assert session.config.store.directories == tuple(drives if kind == "list" else drives[:1])
-
-
-# What is wrong
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"config": {"store": {"kind": "host"}}, "directories": "/a"}, "has no effect with kind: host"),
-        *(({"trace_steps": steps}, "Pass numbers of steps, from 1") for steps in (["a"], 0, [2, -1])),
-    ],
-)
-def test_what_cannot_be_right_is_an_error_told_briefly(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        tba.attach(make_model(), **arguments)
-    assert "direct cause" not in "".join(traceback.format_exception(caught.value))
 
 
 # What is legal and has no effect

@@ -51,18 +51,6 @@ def test_json_is_alone_on_the_standard_output(runs: list[str]) -> None:
 # Errors
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "Missing argument 'RUN.jsonl...'"),
-    ],
-)
-def test_a_wrong_command_line_has_exit_status_2(arguments: tuple[str, ...], message: str) -> None:
-    result = call("rok", *arguments)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert message in result.stderr
-
-
 @pytest.mark.parametrize("error", [TbaError("first\n  second"), KeyError("bug")])
 def test_a_bug_is_not_dressed_up_as_a_users_error(error: Exception) -> None:
     @click.group(cls=type(cli.main))

@@ -182,13 +182,6 @@ states: {when: backward, update: host} => 1: states.update: 'host' needs when: s
 """
 
 
-def test_a_directory_is_given_twice_by_a_symbolic_link(tmp_path: Path) -> None:
-    (tmp_path / "drive").mkdir()
-    (tmp_path / "link").symlink_to("drive")
-    with pytest.raises(ConfigError, match=r"link' is given twice, also as '.*drive'; write each"):
-        StoreConfig(directories=(tmp_path / "drive", tmp_path / "link"))
-
-
 @pytest.mark.parametrize("case", WRONG_VALUES.strip("\n").splitlines())
 def test_wrong_values(case: str) -> None:
     text, message = case.replace("\\n", "\n").split(" => ")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import mmap
-import os
 import subprocess
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import pytest
 import torch
 
 from tba_offload.device import Accelerator, ByteRange, device_of
-from tba_offload.device.host_memory import PORTABLE, mapped_memory
+from tba_offload.device.host_memory import PORTABLE
 from tba_offload.errors import StoreFullError, UnsupportedError
 from tba_offload.store.base import BLOCK, Extent
 from tba_offload.store.file import SLAB_BYTES
@@ -73,18 +71,6 @@ def test_memory_is_exactly_that_size_on_pages_and_pinned(nbytes: int, runtime: R
     assert int(memory.sum(dtype=torch.int64)) == 7 * nbytes
 
 
-def test_it_is_given_back_with_the_last_tensor_on_it(runtime: Runtime) -> None:
-    memory = mapped_memory(SLAB_BYTES, pinned=True)
-    part, address = memory[100:200], memory.data_ptr()
-    del memory
-    gc.collect()
-    assert list(runtime.registered) == [address]
-    del part
-    gc.collect()
-    assert runtime.registered == {}
-    assert not is_mapped(address)
-
-
 def test_where_pinning_is_refused_memory_is_pageable_and_one_warning_is_given(runtime: Runtime) -> None:
     runtime.status, device = 2, Accelerator("cuda:0")
     with pytest.warns(RuntimeWarning, match=r"cannot be pinned: .*out of memory.*ulimit -l"):
@@ -127,17 +113,3 @@ def test_no_more_host_memory_is_taken_than_is_free(runtime: Runtime) -> None:
     with pytest.raises(StoreFullError, match=r"bytes are free; lower .*store\.host_capacity"):
         HostStore(device=Accelerator("cuda:0"), capacity=1 << 50)
     assert runtime.registered == {}
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_child_neither_has_it_nor_calls_cuda(runtime: Runtime) -> None:
-    memory = mapped_memory(SLAB_BYTES, pinned=True)
-    address = memory.data_ptr()
-    child = os.fork()
-    if child == 0:
-        wrong = is_mapped(address)
-        del memory
-        gc.collect()
-        os._exit(wrong or address not in runtime.registered)
-    assert os.waitpid(child, 0)[1] == 0
-    assert runtime.registered == {address: SLAB_BYTES}

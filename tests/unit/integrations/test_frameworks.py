@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -319,16 +318,6 @@ def test_lightning(package: types.ModuleType, callback: Any) -> None:
     peak = trainer.callback_metrics["tba-offload/activation_peak_gib"]
     assert float(peak) == pytest.approx(report[-1].activation_peak_bytes / 2**30, rel=0.005)
     assert is_given_back(module)
-
-
-@each_lightning
-def test_lightning_with_offloaded_optimizer_states(package: types.ModuleType, callback: Any) -> None:
-    plain, module = module_of(package), module_of(package)
-    fit(package, plain, gradient_clip_val=1.0)
-    offload = callback(replace(config(), states=tba.StatesConfig(sub_group_bytes=16 * KIB)))
-    fit(package, module, offload, gradient_clip_val=1.0)
-    assert_same_history(lightning_history(module), lightning_history(plain))
-    assert all(record.states_bytes for record in offload.session.states[0].records)
 
 
 # The examples, and what the documentation says

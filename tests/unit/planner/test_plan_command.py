@@ -68,26 +68,6 @@ def test_a_run_that_was_not_auto_can_be_planned_from(run_log: Path) -> None:
     assert seconds == sorted(seconds, reverse=True)
 
 
-def test_rates_of_a_drive_that_no_step_has_used_are_told_as_assumed(tmp_path: Path) -> None:
-    told = []
-    for order in (("host", "drive"), ("drive", "host")):
-        model, log = make_model(layers=LAYERS), tmp_path / f"{order[0]}.jsonl"
-        where: Any = {"directory": tmp_path, "host_capacity": 64 * MIB, "order": order}
-        config = config_for(default=OFFLOAD, **where)
-        with tba.attach(model, config, run_log=log, measure_memory=False) as session:
-            train(model, session, steps=4, micro_batches=2)
-        shown = " ".join(run_plan(log).output.split())
-        told.append(
-            re.search(
-                r"Rates of the store: .* written, .* read(.*), and host memory with .* read(.*?)\.", shown
-            )
-        )
-    assert [found and found.groups() for found in told] == [
-        (" (assumed, not measured)", ""),
-        ("", " (assumed, not measured)"),
-    ]
-
-
 def test_host_memory_beside_the_drives_of_the_run_is_planned_with(run_log: Path, tmp_path: Path) -> None:
     host = {"write": 1e10, "read": 1e10, "capacity": 64 * MIB}
     path = with_rates(run_log, tmp_path / "run.jsonl", 1e6, host=host, host_first=True)

@@ -95,11 +95,6 @@ def test_runs_share_a_unit(tmp_path: Path) -> None:
         rok.points([flops, tokens])
 
 
-def test_steps_that_measured_memory_count_for_the_time_only_alone(tmp_path: Path) -> None:
-    path = save(tmp_path / "run.jsonl", [1, 9, 3, 5, 9], [None, 7, None, None, 8])
-    assert (rok.points([path])[0].step_seconds, rok.points([path])[0].peak_bytes) == (4, 8)
-
-
 def test_runs_can_be_compared_by_all_that_lies_on_the_device(tmp_path: Path) -> None:
     path = save(tmp_path / "run.jsonl", [1.0], [None], device_peak_bytes=5 * GIB)
     (point,) = rok.points([path], memory="device")

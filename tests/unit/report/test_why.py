@@ -34,25 +34,6 @@ def diagnosed(tmp_path: Path, *events: dict[str, Any], **fields: Any) -> Diagnos
     return found
 
 
-def saved_by(found: Diagnosis) -> dict[str, int]:
-    return {each.cause: each.saves // MIB for each in found.findings}
-
-
-def test_the_peak_is_that_of_the_fullest_phase_by_holder(tmp_path: Path) -> None:
-    """Without logits it would be that of backward: 40 MiB, and 10 each of gradients and parameters."""
-    found = diagnosed(tmp_path, event())
-    held = {name: size // MIB for name, size in found.peak.held.items() if size}
-    assert held == {"parameters": 10, "beside": 2, "running": 98}
-    assert (found.peak.name, found.peak.nbytes) == ("loss", 110 * MIB)
-    assert (found.cause, saved_by(found)["logits and loss"]) == ("logits and loss", 110 - 60)
-    assert "The peak falls from 110 MiB to about 60.0 MiB." in str(found)
-
-
-def test_a_long_sequence_needs_more_chunks(tmp_path: Path) -> None:
-    found = diagnosed(tmp_path, event(), tokens=2 * 32 * 1024)
-    assert (found.cause, "compute the loss in 32 chunks" in str(found)) == ("logits and loss", True)
-
-
 def test_the_first_step_and_steps_of_another_plan_do_not_count(tmp_path: Path) -> None:
     assert diagnosed(tmp_path, event(1)).step.step == 1
     assert diagnosed(tmp_path, event(1), event(2), event(4)).step.step == 2
@@ -64,24 +45,6 @@ def test_a_log_without_memory_events_says_so(tmp_path: Path) -> None:
     found = diagnosed(tmp_path)
     assert (found.cause, found.peak.nbytes) == (None, 100 * MIB)
     assert "The uses of memory were not measured" in str(found)
-
-
-def test_gradients_are_there_when_kept_activations_have_gone(tmp_path: Path) -> None:
-    """At its peak backward has few gradients; without what layers keep it would be where it has all."""
-    phases = {
-        "backward": peak(100, layer=1, kept=99, gradients=2),
-        "loss": peak(10),
-        "update": peak(0, gradients=60),
-    }
-    found = diagnosed(tmp_path, event(placements=["keep"] * 2, phases=phases))
-    assert saved_by(found)["placements"] == 112 - (10 + 60 + 1)  # a layer works with 1 MiB
-
-
-def test_what_offloaded_layers_leave_is_held_elsewhere(tmp_path: Path) -> None:
-    phases = {"forward": peak(100, layer=2, outputs=80), "loss": peak(20)}
-    found = diagnosed(tmp_path, event(phases=phases))
-    assert (found.cause, found.findings[0].nbytes) == ("held elsewhere", 80 * MIB)
-    assert found.findings[0].saves == 80 * MIB
 
 
 @pytest.mark.parametrize(("born", "is_named"), [(0, True), (9, False)])

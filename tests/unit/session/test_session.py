@@ -53,21 +53,6 @@ def test_a_step_has_a_record(model: Model) -> None:
     assert (record.resident_peak_bytes or 0) > record.activation_peak_bytes  # type: ignore[operator]
 
 
-def test_report_lists_the_steps_that_ended(model: Model) -> None:
-    with session_for(model) as session:
-        assert session.records == []
-        assert session.last is None
-        first = one_step(session, model)
-        with pytest.raises(ZeroDivisionError), session.step() as failed:
-            raise ZeroDivisionError
-        second = one_step(session, model)
-        assert failed.record is None
-        assert session.records == [first, second]
-        assert session.last == second
-        assert [record.step for record in session.records] == [1, 2]
-    assert session.records == [first, second]
-
-
 def test_the_run_log_holds_every_step(model: Model, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     config = config_for(rules=(tba.Rule("0", tba.Placement.KEEP),))
@@ -104,13 +89,6 @@ def test_nothing_is_left_attached_when_the_store_cannot_be_opened(model: Model, 
     with pytest.raises(tba.RunLogError, match="the directory does not exist"):
         tba.attach(model, config_for(), run_log=tmp_path / "none" / "log")
     assert threading.active_count() == threads
-
-
-def test_close_is_refused_inside_a_step(model: Model) -> None:
-    with session_for(model) as session:
-        with session.step(), pytest.raises(tba.SessionError, match="while a step is open"):
-            session.close()
-        one_step(session, model)
 
 
 # Mistakes

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from covering import of_which
 from exact_memory import exact_memory
-from harness import PATIENCE, Drive, config_for, quiesce, session_for
+from harness import session_for
 from models import assert_same_tensors, loss_of, make_model, make_tokens
 from torch import Tensor, nn
 
@@ -56,19 +54,6 @@ def scopes_of(session: tba.Session) -> list[int]:
 
 
 # The loops that people write
-
-
-def test_attaching_is_enough(model: Model) -> None:
-    plain = make_model(layers=LAYERS)
-    theirs, ours = adam(plain), adam(model)
-    with session_for(model) as session:
-        for number in range(3):
-            one_step(plain, theirs, number)
-            one_step(model, ours, number)
-            assert len(session.records) == number + 1
-    assert scopes_of(session) == [LAYERS] * 3
-    assert all(record.in_flight_peak_bytes for record in session.records)
-    assert_same_tensors(model.parameters(), plain.parameters())
 
 
 @pytest.mark.parametrize("zeroed", ["none at the end", "none before backward", "zeros at the end"])
@@ -145,27 +130,6 @@ def test_an_optimizer_of_something_else_ends_no_step(model: Model) -> None:
         assert scopes_of(session) == [2 * LAYERS]
 
 
-def test_an_optimizer_that_calls_a_closure(model: Model) -> None:
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-3, max_iter=3)
-    runs: list[int] = []
-
-    def closure() -> float:
-        runs[-1] += 1
-        optimizer.zero_grad()
-        loss = loss_of(model, make_tokens(0))
-        loss.backward()
-        return loss.item()
-
-    with session_for(model) as session:
-        for number in range(2):
-            runs.append(0)
-            optimizer.step(closure)
-            assert len(session.records) == number + 1
-        assert runs[0] > 1
-        assert scopes_of(session) == [count * LAYERS for count in runs]
-        assert all(record.optimizer_seconds is not None for record in session.records)
-
-
 def test_optimizers_that_step_within_backward(model: Model) -> None:
     optimizers = {parameter: torch.optim.SGD([parameter], lr=1e-3) for parameter in model.parameters()}
 
@@ -200,22 +164,6 @@ def test_a_step_that_a_gradient_scaler_skips(model: Model, *, skipped: int, set_
             optimizer.zero_grad(set_to_none=set_to_none)
     found = [(record.scopes, record.skipped) for record in session.records]
     assert found == [(LAYERS, number == skipped) for number in range(4)]
-
-
-def test_nothing_is_planned_from_a_skipped_step(model: Model, tmp_path: Path) -> None:
-    optimizer = adam(model)
-    log = tmp_path / "run.jsonl"
-    with tba.attach(model, config_for(default="auto"), run_log=log):
-        for number in range(12):
-            micro_batch(model)
-            if number % 2:
-                optimizer.step()
-            optimizer.zero_grad()
-    read = read_run_log(log)
-    assert [step.skipped for step in read.steps] == [True, False] * 6
-    planned = {event["step"] for event in read.others if event["event"] == "plan"}
-    assert planned
-    assert all(step % 2 == 0 for step in planned)
 
 
 def add_up_elsewhere(model: nn.Module, through: str) -> list[Any]:
@@ -387,31 +335,6 @@ def test_gradients_and_states_are_no_activations(*, explicit: bool) -> None:
     assert max(peaks) < 1.1 * min(peaks)
 
 
-def test_a_step_of_another_thread_is_left_to_it(model: Model) -> None:
-    """It is in the midst of backward while this thread makes a step of a model of its own."""
-    other = make_model(layers=LAYERS, seed=2)
-    theirs = adam(other)
-    working, done = threading.Event(), threading.Event()
-
-    def wait(*_: object) -> None:
-        working.set()
-        assert done.wait(PATIENCE)
-
-    other.layers[0].qkv.weight.register_hook(wait)
-    with session_for(model) as one, session_for(other) as two:
-        with ThreadPoolExecutor(1) as thread:
-            training = thread.submit(one_step, other, theirs)
-            assert working.wait(PATIENCE)
-            one_step(model, adam(model))
-            assert two.records == []
-            done.set()
-            training.result(PATIENCE)
-        one_step(model, adam(model))  # that thread is no more, so that its step is over
-        for session in (one, two):
-            assert scopes_of(session) == [LAYERS] * len(session.records)
-        assert len(two.records) == 1
-
-
 # What goes wrong
 
 
@@ -439,41 +362,6 @@ def test_after_an_exception_the_next_step_is_a_whole_one(model: Model, where: st
         optimizer.zero_grad()
         one_step(model, optimizer)
         assert scopes_of(session) == [LAYERS]
-
-
-def test_a_failed_write_is_raised_before_the_weights_change(model: Model) -> None:
-    drive = Drive()
-    optimizer = adam(model)
-    before = [parameter.clone() for parameter in model.parameters()]
-    # Without this everything might be used from memory before its write begins.
-    model.layers[-1].register_forward_hook(lambda *_: quiesce(session.offloader))
-    with session_for(model, drive=drive, on_full="error") as session:
-        drive.writes.fail_with(lambda: OSError(5, "Input/output error"))
-        with pytest.raises(tba.TransferError):
-            for number in range(2):
-                micro_batch(model, number)
-                optimizer.step()
-        assert_same_tensors(model.parameters(), before)
-        drive.writes.recover()
-        optimizer.zero_grad()
-        one_step(model, optimizer)
-        assert len(session.records) == 1
-
-
-def test_a_forward_that_fails_outside_of_layers_ends_its_step(model: Model) -> None:
-    optimizer = adam(model)
-
-    def fail(*_: object) -> None:
-        raise ValueError("of the program")
-
-    with session_for(model) as session:
-        handle = model.layers[-1].register_forward_hook(fail)
-        with pytest.raises(ValueError, match="of the program") as caught:
-            micro_batch(model)
-        handle.remove()
-        one_step(model, optimizer)
-        assert [step.scopes for step in session.records] == [LAYERS]
-        assert caught.value.__traceback__ is not None  # which keeps the graph of that forward alive
 
 
 NEVER_CLOSED = """

@@ -110,24 +110,6 @@ def test_a_missing_directory_for_temporary_files_is_told(
     assert session.store.description["directory"] == str(tmp_path)
 
 
-def test_an_overlay_whose_upper_layer_is_memory_is_memory(
-    mounted: Callable[..., Path], tmp_path: Path
-) -> None:
-    memory = mounted("memory", "-t", "tmpfs", "tmpfs")
-    for name in ("upper", "work"):
-        (memory / name).mkdir()
-    (tmp_path / "lower").mkdir()
-    layers = f"lowerdir={tmp_path / 'lower'},upperdir={memory / 'upper'},workdir={memory / 'work'}"
-    place, model = mounted("layers", "-t", "overlay", "overlay", "-o", layers), blocks()
-    with (
-        pytest.warns(tba.errors.NothingSavedWarning, match=f"{place} is in host memory"),
-        tba.attach(model, offloading(place)) as session,
-    ):
-        step(session, model, 3000)
-    assert session.store.description["reason"] == "overlay is in memory"
-    assert session.store.description["in_memory"]
-
-
 def test_a_server_may_give_all_files_another_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that squashes root does: files that this process has just made are not its own."""
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)

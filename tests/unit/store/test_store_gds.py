@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import builtins
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import stub_driver
-import torch
 from places import ROOT
 from store_contract import at_lead, pattern
 
 from tba_offload.device.digest import sums
-from tba_offload.errors import MissingDependencyError
-from tba_offload.store import gds
 
 # The real kvikio
 
@@ -45,25 +40,6 @@ def test_the_contract_and_every_fault_on_the_real_kvikio(variables: dict[str, st
     (passed,) = re.findall(r"^(\d+) passed", done.stdout, re.MULTILINE)
     assert int(passed) > 30
     assert "skipped" not in done.stdout
-
-
-@pytest.mark.parametrize(
-    "error", [ModuleNotFoundError("No module named 'cuda'"), RuntimeError("cannot open")]
-)
-def test_a_library_that_is_missing_is_named(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def failing(name: str, *arguments: Any, **options: Any) -> Any:
-        if name.startswith("kvikio"):
-            raise error
-        return real(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", failing)
-    for version, extra in ((None, "gds-cu12"), ("12.9", "gds-cu12"), ("13.0", "gds-cu13")):
-        monkeypatch.setattr(torch.version, "cuda", version)
-        said = f"needs kvikio ({error}), which is not installed; pip install 'tba-offload[{extra}]'"
-        with pytest.raises(MissingDependencyError, match=re.escape(said)):
-            gds.import_kvikio()
 
 
 # Sums

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import threading
 import time
-import weakref
-from collections import Counter, deque
+from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +20,6 @@ from store_contract import (
     PATIENCE,
     Gate,
     descriptors,
-    eventually,
     get,
     io_threads,
     pattern,
@@ -30,11 +27,8 @@ from store_contract import (
     write,
 )
 
-from tba_offload.device import ByteRange
 from tba_offload.errors import (
     ConfigError,
-    HangingError,
-    OutOfServiceError,
     StoreError,
     StoreFullError,
     TransferError,
@@ -118,25 +112,6 @@ def test_a_full_drive_is_passed_over() -> None:
         assert store.take_outages() == []
 
 
-def test_a_drive_that_cannot_grow_refuses_a_write_and_the_others_take_the_next_ones() -> None:
-    class Meagre(DriveInMemory):
-        def grow(self, end: int) -> None:
-            if end > MIB:
-                raise StoreFullError(errno.ENOSPC, "no space left", self.name)
-            super().grow(end)
-
-    with MultiStore([Meagre(), DriveInMemory()]) as store:
-        writes = [write(store, pattern(300_000)) for _ in range(12)]
-        with pytest.raises(StoreFullError, match="no space left"):
-            for transfer in writes:
-                store.wait(transfer)
-        wait_for_all(writes)
-        assert Counter(each.drive for each in writes if each.extent is not None)[0] == 3
-        assert {put(store, pattern(300_000)).drive for _ in range(8)} == {1}
-        assert store.take_outages() == []
-        assert [load.room for load in store.take_loads()] == [3 * 74 * 4096, None]
-
-
 def test_host_memory_takes_what_drives_have_no_time_for() -> None:
     drive = DriveInMemory()
     drive.gate = threading.Event()
@@ -204,21 +179,6 @@ def test_a_drive_that_fails_is_left_alone_and_tried_again() -> None:
         assert all(load.in_service for load in store.take_loads())
 
 
-def test_without_a_drive_in_service_a_write_fails_at_once() -> None:
-    drive = DriveInMemory()
-    drive.failure = DEAD
-    with MultiStore([drive]) as store:
-        store.completed = deque()
-        with pytest.raises(StoreError, match="No such device"):
-            put(store, pattern(5000))
-        refused = write(store, pattern(5000))
-        assert refused.is_done
-        assert isinstance(refused.error, OutOfServiceError)
-        assert refused.memory is not None
-        assert store.completed[-1] is refused
-        assert used_bytes(store) == 0
-
-
 def test_training_goes_on_with_the_other_drive_when_one_refuses_writes() -> None:
     expected, model, drive = train(make_model(), steps=5), make_model(), DriveInMemory("/mnt/b")
 
@@ -239,53 +199,7 @@ def test_training_goes_on_with_the_other_drive_when_one_refuses_writes() -> None
     assert all(record.offloaded_bytes > 0 for record in report)
 
 
-@pytest.mark.filterwarnings("ignore:nothing has moved")
-def test_a_drive_that_does_not_answer_is_an_error_and_takes_no_writes_any_more() -> None:
-    drive = DriveInMemory("/mnt/b")
-    drive.gate = threading.Event()
-    store = MultiStore([drive, DriveInMemory("/mnt/a")], stall_seconds=0.3)
-    data = pattern(5000)
-    memory = weakref.ref(data.untyped_storage())
-    transfer = write(store, data)
-    del data
-    assert drive.reached.acquire(timeout=PATIENCE)
-    with pytest.raises(HangingError, match=r"for 0\.3 s: 5000 bytes to /mnt/b.*stall_seconds"):
-        store.wait(transfer)
-    store.reset()
-    assert used_bytes(store) == 0
-    store.resume()
-    assert {put(store, pattern(5000)).drive for _ in range(8)} == {1}
-    store.close()
-    assert memory() is not None  # the thread may still read it
-    drive.gate.set()
-    eventually(lambda: io_threads() == [])
-    assert transfer.memory is None
-    del transfer
-    assert memory() is None
-
-
 # Transfers and extents
-
-
-def test_a_queued_transfer_can_be_cancelled_and_a_running_one_cannot() -> None:
-    gate = Gate()
-    with MultiStore([HostStore(device=CPU, slab_bytes=MIB)]) as store:
-        running = write(store, pattern(5000), gate)
-        assert gate.reached.acquire(timeout=PATIENCE)
-        data = pattern(5000)
-        queued, memory = write(store, data), weakref.ref(data.untyped_storage())
-        del data
-        assert memory() is not None
-        assert store.cancel(queued)
-        assert memory() is None
-        assert store.cancel(queued)
-        assert not store.cancel(running)
-        gate.open()
-        store.wait(running)
-        with pytest.raises(StoreError, match="cancelled") as caught:
-            store.wait(queued)
-        assert caught.value.errno == errno.ECANCELED
-        assert running.memory is None  # what is written is freed
 
 
 def test_memory_that_was_resized_under_a_queued_write_is_an_error() -> None:
@@ -299,39 +213,6 @@ def test_memory_that_was_resized_under_a_queued_write_is_an_error() -> None:
                 store.wait(transfer)
             assert used_bytes(store) == 0
             assert store.take_outages() == []
-
-
-def test_a_busy_extent_is_freed_when_its_read_ends() -> None:
-    gate = Gate()
-    with MultiStore([HostStore(device=CPU, slab_bytes=MIB)]) as store:
-        extent, target = put(store, pattern(5000)), torch.zeros(5000, dtype=torch.uint8)
-        transfer = Transfer(ByteRange.of(target), gate, extent=extent)
-        store.read([transfer])
-        store.release(extent)
-        assert used_bytes(store) == extent.length
-        gate.open()
-        store.wait(transfer)
-        assert torch.equal(target, pattern(5000))
-        assert used_bytes(store) == 0
-        with pytest.raises(ValueError, match="not reserved"):
-            store.release(extent)
-
-
-def test_a_reset_cancels_what_is_queued_waits_for_the_rest_and_frees_all() -> None:
-    gate = Gate()
-    with MultiStore([DriveInMemory(), DriveInMemory()]) as store:
-        put(store, pattern(5000))
-        writes = [write(store, pattern(5000), gate) for _ in range(8)]
-        assert gate.reached.acquire(timeout=PATIENCE)
-        resetting = threading.Thread(target=store.reset)
-        resetting.start()
-        eventually(lambda: writes[-1].is_cancelled)
-        assert resetting.is_alive()
-        gate.open()
-        resetting.join(PATIENCE)
-        assert used_bytes(store) == 0
-        assert all(transfer.is_done for transfer in writes)
-        assert torch.equal(get(store, put(store, pattern(5000, 1))), pattern(5000, 1))
 
 
 def test_room_that_the_last_steps_did_not_need_is_given_back(tmp_path: Path) -> None:
@@ -380,33 +261,6 @@ def test_open_store_leaves_nothing_open_when_a_directory_fails(tmp_path: Path) -
         open_store(directories=[tmp_path / "a", tmp_path / "file"], device=CPU)
     assert descriptors() == before
     assert io_threads() == []
-
-
-def test_one_place_that_cannot_be_closed_does_not_keep_the_others_open() -> None:
-    class Stuck(DriveInMemory):
-        def close(self) -> None:
-            super().close()
-            raise StoreError("stuck")
-
-    store = MultiStore([Stuck(), DriveInMemory()])
-    with pytest.raises(StoreError, match="stuck"):
-        store.close()
-    assert io_threads() == []
-
-
-def test_time_in_which_the_process_is_stopped_counts_little() -> None:
-    drive = DriveInMemory()
-    drive.gate = threading.Event()
-    with MultiStore([drive], stall_seconds=2.5) as store:
-        transfer = write(store, pattern(5000))
-        stop = f"sleep 0.3; kill -STOP {os.getpid()}; sleep 4; kill -CONT {os.getpid()}"
-        stopping = subprocess.Popen(["sh", "-c", stop])
-        opening = threading.Timer(5.0, drive.gate.set)
-        opening.start()
-        with pytest.warns(RuntimeWarning, match="nothing has moved"):
-            store.wait(transfer)
-        stopping.wait()
-        opening.join()
 
 
 # Training
