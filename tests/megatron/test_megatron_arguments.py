@@ -82,7 +82,7 @@ def test_flags_override_the_file_and_leave_the_rest(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (("--tba-policy", "{tmp}/none.yaml"), "none.yaml"),
-        (("--tba-in-flight-bytes", "1000"), "--tba- flags, in_flight_bytes: '1000' has no unit"),
+        (("--tba-in-flight-bytes", "1000"), "--tba- flags: in_flight_bytes: '1000' has no unit"),
         (("--tba-directory", "/a", "/a"), "'/a' is given twice"),
         (("--tba-directory", "{tmp}", "{tmp}/a"), "'a' does not exist"),
         (("--tba-policy", "{tmp}/policy.yaml"), "'nvme0' does not exist"),
