@@ -238,10 +238,11 @@ class FrozenWeight:
         self.is_open = True
         if self.expert is None:
             self.read()
-        elif run is not None:
+        elif run is None:
+            self._set_classes()
+        else:
             self.used = run.get(self, set())
             self.read(self.used)
-        self._set_classes()
 
     def read(self, wanted: Iterable[int] | None = None) -> None:
         """Bring slices into memory; by default, all.
