@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from bases import EXPERTS, LAYERS, Training, layers_of, policy
+from bases import EXPERTS, LAYERS, SIZES, Training, layers_of, policy, quiet
 from covering import in_turn
 from models import assert_same_tensors
 from test_experts import BYTES, IMPLEMENTATIONS, Model, fused, words
@@ -229,9 +229,18 @@ def fused_alone(training: Training) -> None:
     training.step(0)
 
 
+def fused_with_a_loss_of_the_router(training: Training) -> None:
+    """Gradients come to a layer's router from the loss as well as from the layer above."""
+    training.model.config.output_router_logits = True
+    training.model.config.router_aux_loss_coef = 0.5
+    for number in range(2):
+        training.step(number, rows=1, length=3)
+
+
 FUSED = (
     *(fused_with_passes_in_flight, fused_with_an_evaluation_between, fused_with_checkpoints),
     *(fused_with_all_experts, fused_with_autocast, fused_alone),
+    *(fused_with_a_loss_of_the_router,),
 )
 
 
@@ -247,3 +256,62 @@ def test_experts_in_one_parameter(
         assert session.weights is not None
         assert session.weights.resident_bytes <= 2 * session.weights.nbytes // LAYERS
     assert_same_tensors(found.results(), plain.results())
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {"num_experts": 8, "moe_intermediate_size": 64, "head_dim": 16},
+    # With biases, and the other way round
+    "GptOss": {"num_local_experts": 8, "head_dim": 16, "layer_types": ["full_attention"] * LAYERS},
+    # With a shared expert, a dense first layer, and groups of experts
+    "DeepseekV3": {
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 64,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 16,
+        "num_key_value_heads": 4,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+    },
+    "Olmoe": {"num_experts": 8},
+    "FlexOlmo": {"num_experts": 8},
+    "Phimoe": {"num_local_experts": 8},
+    # All experts get all tokens
+    "Llama4": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 128,
+        "head_dim": 16,
+    },
+}
+
+
+@pytest.mark.parametrize(("family", "implementation"), in_turn(list(OTHERS), IMPLEMENTATIONS[:2]))
+def test_other_families(family: str, implementation: str, tmp_path: Path) -> None:
+    """Adapters on attention, on a base whose experts are slices of one parameter."""
+    plain, found = (Training(made(family, implementation)) for _ in range(2))
+    with tba.attach(found.model, policy(tmp_path), measure_memory=False) as session:
+        for training in (plain, found):
+            for number in range(2):
+                training.step(number, rows=1, length=3)
+            training.evaluate()
+        assert session.weights is not None
+        if family != "Llama4":
+            assert (session.records[-1].weights_read_bytes or 0) < 1.5 * session.weights.nbytes
+    assert_same_tensors(found.results(), plain.results())
+
+
+def made(family: str, implementation: str) -> Any:
+    import peft
+    import transformers
+
+    torch.manual_seed(0)
+    name = f"{family}TextConfig" if family == "Llama4" else f"{family}Config"
+    config = getattr(transformers, name)(**{**SIZES, "num_experts_per_tok": 2, **OTHERS[family]})
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model.set_experts_implementation(implementation)
+    with quiet():
+        return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["o_proj"])).train()
