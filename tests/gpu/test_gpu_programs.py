@@ -92,38 +92,6 @@ def test_what_the_processor_updates_has_the_bits_of_a_cpu(
         assert entry["exp_avg"].device.type == WHERE
 
 
-@pytest.mark.parametrize("update", ["host", "auto"])
-def test_each_lane_gives_the_bits_of_its_kernels(update: str, tmp_path: Path) -> None:
-    make = MAKERS["adamw-fused"]
-    found, device, cpu = Given(make, device=WHERE), Given(make, device=WHERE), Given(make)
-    chosen = policy(tmp_path, "host", states={"update": update})
-    with tba.offload_optimizer(found.optimizer, chosen) as states:
-        for training in (found, device):
-            training.step(0)
-        go_on_from(found, cpu)
-        for training in (found, device, cpu):
-            training.step(1)
-        assert 0 < states.records[-1].on_host < states.records[-1].sub_groups
-        for name, _ in found.model.named_parameters():
-            all_of = [training.parameter(name).flatten().split(1024) for training in (found, device, cpu)]
-            for ours, *ways in zip(*all_of, strict=True):  # slices of one may be in both lanes
-                assert any(same_bits(ours, way) for way in ways), name
-
-
-def test_states_beside_activations(tmp_path: Path) -> None:
-    def trained(*, offloads: bool) -> list[Tensor]:
-        model = make_model(layers=3, dropout=0.1).to(WHERE)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        chosen = settings(tmp_path, states={"sub_group_bytes": "16KiB"})
-        session = tba.attach(model, chosen, optimizer=optimizer) if offloads else None
-        losses = losses_of(model, optimizer)
-        if session is not None:
-            session.close()
-        return losses + [parameter.detach() for parameter in model.parameters()]
-
-    assert_same_tensors(trained(offloads=True), trained(offloads=False))
-
-
 def test_states_and_activations_share_a_budget_of_the_device(tmp_path: Path) -> None:
     def trained(**chosen: Any) -> tuple[list[int], list[str], list[int]]:
         gc.collect()

@@ -78,7 +78,6 @@ class Layout:
             during backward and parameters during forward.
         bf16: Whether the model computes in bf16; the optimizer has fp32 copies then.
         recompute_attention: Whether Megatron recomputes the core of attention by itself.
-        recompute_layers: Method and number by which Megatron recomputes whole layers.
         hidden: Width of the layers.
     """
 
@@ -93,7 +92,6 @@ class Layout:
     distributed_optimizer: bool = False
     bf16: bool = False
     recompute_attention: bool = False
-    recompute_layers: tuple[str, int] | None = None
     hidden: int = HIDDEN
 
     @property
@@ -312,14 +310,16 @@ def count_micro_batches(layout: Layout) -> None:
     """Starts Megatron's own count of them."""
     from megatron.core import num_microbatches_calculator as calculator
 
-    sizes = [count * MICRO_BATCH * layout.data for count in layout.micro_batches]
+    known = inspect.signature(calculator.init_num_microbatches_calculator).parameters
+    # Some releases have no default for it.
+    constant = {} if "step_batch_size_schedule" in known else {"rampup_batch_size": None}
     calculator.destroy_num_microbatches_calculator()
     calculator.init_num_microbatches_calculator(
         rank=dist.get_rank(),
-        global_batch_size=sizes[-1],
+        global_batch_size=layout.micro_batches[-1] * MICRO_BATCH * layout.data,
         micro_batch_size=MICRO_BATCH,
         data_parallel_size=layout.data,
-        **growing_batch(sizes),
+        **constant,
     )
 
 
@@ -364,22 +364,6 @@ def note_state(history: History, chunks: list[nn.Module]) -> None:
 
 
 # What differs between the releases of megatron-core
-
-
-def growing_batch(sizes: list[int]) -> dict[str, Any]:
-    """How the first three steps get these batch sizes, which are the same or grow evenly."""
-    from megatron.core import num_microbatches_calculator as calculator
-
-    first, second, last = sizes
-    constant = first == last
-    known = inspect.signature(calculator.init_num_microbatches_calculator).parameters
-    if "step_batch_size_schedule" not in known:  # then this is the only way
-        return {"rampup_batch_size": None if constant else [first, second - first, 2 * first]}
-    return (
-        {}
-        if constant
-        else {"step_batch_size_schedule": f"0:{first} {first}:{second} {first + second}:{last}"}
-    )
 
 
 def router_losses() -> dict[str, Tensor]:
@@ -521,13 +505,6 @@ def make_config(layout: Layout) -> Any:
         }
     if layout.recompute_attention:
         settings |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    if layout.recompute_layers is not None:
-        method, count = layout.recompute_layers
-        settings |= {
-            "recompute_granularity": "full",
-            "recompute_method": method,
-            "recompute_num_layers": count,
-        }
     return TransformerConfig(**settings | _STYLES.get(layout.model, {}))
 
 

@@ -61,23 +61,6 @@ with tba.attach(model, policy):
     hang()
     train(3)
 """,
-    "close": """
-session = tba.attach(model, policy)
-try:
-    train(2)
-    hang()
-    train(3)
-finally:
-    session.close()
-""",
-    "step": """
-with tba.attach(model, policy) as session:
-    train(2)
-    hang()
-    for _ in range(3):
-        with session.step():
-            model(torch.randn(256, 256)).square().mean().backward()
-""",
 }
 
 

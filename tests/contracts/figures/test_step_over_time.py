@@ -120,26 +120,3 @@ def test_a_step_is_recorded_by_its_number(model: Model, tmp_path: Path, *, opens
     told = read_run_log(log).events(TimelineEvent)
     assert [step.step for step in told] == [2, 5]
     assert all(max(point.live for point in step.points) > 0 for step in told)
-
-
-def test_what_optimizer_states_move_is_told_apart(model: Model, tmp_path: Path) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    config = config_for(
-        in_flight=64 * KIB, directory=tmp_path, states=tba.StatesConfig(sub_group_bytes=64 * KIB)
-    )
-    with tba.attach(model, config, optimizer=optimizer) as session:
-        for number in range(4):
-            with session.step(trace=number == 3) as step:
-                loss_of(model, make_tokens(number)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        told = step.timeline
-        [states] = [record for record in session.states[0].records if record.read_bytes][-1:]
-    labels = [drive.label for drive in told.drives]
-    assert labels == ["drive 0", "drive 0, optimizer states"]
-    assert told.drives[0].place == told.drives[1].place
-    read = [0, 0]
-    for move in told.moves:
-        read[move.drive] += 0 if move.writes else move.nbytes
-    assert read == [step.record.read_bytes, states.read_bytes]
-    assert sum(move.nbytes for move in told.moves if move.drive == 1 and move.writes) > 0

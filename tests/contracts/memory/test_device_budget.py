@@ -9,7 +9,6 @@ stay. In this small model states are two fifths of what lies on the device, and 
 
 from __future__ import annotations
 
-import copy
 import gc
 import warnings
 from contextlib import nullcontext
@@ -294,29 +293,6 @@ def test_fewer_states_travel_where_a_device_has_more(tmp_path: Path, *, by_hand:
         assert (last.read_bytes == 0) is (found.travelling == 0)
     assert travelling[0] == 0
     assert travelling[-1] > 0.8 * last.sub_groups
-
-
-CHANGED = 5
-"""Step before which copies of the model come."""
-
-
-@pytest.mark.usefixtures("peaks_are_exact")
-def test_where_something_else_takes_memory_more_states_travel(tmp_path: Path) -> None:
-    """They leave at the end of the step that finds it."""
-    copies: list[nn.Module] = []
-
-    def copy_model(step: int, model: nn.Module) -> None:
-        if step == CHANGED:
-            copies.extend(copy.deepcopy(model).requires_grad_(requires_grad=False) for _ in range(9))
-
-    kept = run_both(tmp_path, None)
-    budget = kept.share(2)
-    found = run_both(tmp_path, budget, before=copy_model)
-    copies.clear()
-    assert_same_weights(found, kept)
-    assert found.updates[CHANGED - 1].staying == found.updates[-1].sub_groups
-    assert found.travelling > 0.8 * found.updates[-1].sub_groups
-    assert {number for number, peak in enumerate(found.peaks) if peak > budget} <= {CHANGED}
 
 
 @pytest.mark.usefixtures("peaks_are_exact")

@@ -142,19 +142,11 @@ def interleaved_heads(h: Tensor) -> Tensor:
     return torch.cat([part.pow(2) for part in parts], -1).view_as(h)
 
 
-def expanded_and_strided(h: Tensor) -> Tensor:
-    return h * h[:, :1, ::2].pow(2).expand(-1, LENGTH, -1).repeat_interleave(2, -1)
-
-
 VIEWS: dict[str, Mix] = {
     "chunk": lambda h: torch.cat([h.chunk(2, -1)[0] * h.chunk(2, -1)[1]] * 2, -1),
-    "split": lambda h: torch.cat([part.pow(2) for part in h.split([64, 128, 64], -1)], -1),
     "interleaved heads": interleaved_heads,
     "transposed": transposed,
-    "permuted": lambda h: h.permute(2, 0, 1).pow(2).permute(1, 2, 0),
     "expanded": lambda h: h * h[:, :1].expand_as(h),
-    "expanded and strided": expanded_and_strided,
-    "every other": lambda h: (h[..., ::2] * h[..., 1::2]).repeat_interleave(2, -1),
     "one in four": lambda h: h + h[..., ::4].pow(2).repeat_interleave(4, -1),
     "offset": lambda h: F.pad(h[:, 3:] * h[:, 3:], (0, 0, 3, 0)),
     "overlapping": overlapping,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
@@ -80,11 +80,6 @@ class WrittenNorm(nn.Module):
         return self.weight * wide.to(h.dtype)
 
 
-class ScriptedGate(nn.Module):
-    def forward(self, h: Tensor) -> Tensor:
-        return F.silu(h) * h
-
-
 MADE_AGAIN: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "gelu": (mixing(partial(F.gelu, approximate="tanh")), ONE),
     "leaky relu": (mixing(partial(F.leaky_relu, negative_slope=0.2)), ONE),
@@ -131,17 +126,7 @@ WRITTEN: dict[str, Callable[[], nn.Module]] = {
     "changed without a graph": mixing(lambda h: doubled(F.gelu(h))),
     "in place": mixing(lambda h: F.silu(h, inplace=True)),
     "columns first": mixing(lambda h: F.gelu(h.transpose(1, 2)).transpose(1, 2)),
-    "TorchScript": mixing(lambda h: scripted_gate()(h)),
 }
-
-
-@cache
-def scripted_gate() -> Callable[[Tensor], Tensor]:
-    """Compiled in its first runs, which give other bits."""
-    gate = torch.jit.script(ScriptedGate())
-    for number in range(3):
-        gate(torch.randn(ROWS, LENGTH, INNER + number, requires_grad=True)).sum().backward()
-    return gate  # type: ignore[no-any-return]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

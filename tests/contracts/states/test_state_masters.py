@@ -9,7 +9,7 @@ import pytest
 import torch
 from live_bytes import ResizedBytes, nbytes_of
 from models import assert_same_tensors, same_bits
-from optimizers import Mixed, assert_same_state_dicts, copied, policy
+from optimizers import Mixed, assert_same_state_dicts, policy
 from torch import Tensor, nn
 
 import tba_offload as tba
@@ -55,19 +55,6 @@ def test_parameters_masters_and_states_have_the_bits_of_plain_training(make: str
     found.step(6)
     expected.step(6)
     assert_same(found, expected)
-
-
-def test_masters_stay_and_leave_with_their_states(tmp_path: Path) -> None:
-    found, expected = Mixed("adamw-fused"), Mixed("adamw-fused")
-    with tba.offload_optimizer(found.optimizer, policy(tmp_path), masters=found.masters) as states:
-        for seed, travelling in enumerate((99, 2, 2, 99, 0, 1)):
-            expected.step(seed)
-            found.step(seed, copies=False)
-            assert_same(found, expected)
-            states.arrange(travelling)
-            if seed == 2:
-                found.optimizer.load_state_dict(copied(expected.optimizer.state_dict()))
-    assert_same_tensors(found.masters, expected.masters)
 
 
 # ---- memory ------------------------------------------------------------------------------------------
@@ -132,17 +119,6 @@ def test_a_master_that_is_away_is_the_same_object_and_takes_gradients(away: Mixe
     assert repr(master) == "<master copy of embed.weight, offloaded: (301, 48), torch.float32>"
     with pytest.raises(RuntimeError, match="the same size"):
         master.grad = torch.ones(3)
-
-
-def test_a_checkpoint_is_a_plain_one_and_masters_stay_away(away: Mixed) -> None:
-    saved = away.optimizer.state_dict()
-    assert {key for entry in saved["state"].values() for key in entry} == {"step", "exp_avg", "exp_avg_sq"}
-    assert not sum(nbytes_of(master) for master in away.masters if master.numel() > 1)
-    plain = Mixed("adamw-fused")
-    plain.optimizer.load_state_dict(copied(saved))
-    away.optimizer.load_state_dict(copied(saved))
-    assert_same_state_dicts(away.optimizer.state_dict(), plain.optimizer.state_dict())
-    assert not sum(nbytes_of(master) for master in away.masters if master.numel() > 1)
 
 
 def test_masters_are_read_and_set_while_they_are_away(tmp_path: Path) -> None:

@@ -77,26 +77,6 @@ def test_gradients_do_not_grow_with_depth_where_backward_updates(tmp_path: Path)
     assert peaks[96] < 96 * WIDTH * WIDTH * 4 / 2
 
 
-@pytest.mark.parametrize(("large", "small"), [(1, 1), (1, 2), (1, 40), (2, 40)])
-def test_slots_hold_no_more_than_the_largest_sub_groups(large: int, small: int, tmp_path: Path) -> None:
-    """An embedding in 16 bits is not cut: it is a sub-group of its own, for which one slot has room."""
-    layer, table = 2 * WIDTH * WIDTH, 130 * WIDTH * WIDTH
-    sizes = [layer] * (small // 2) + [table] * large + [layer] * -(-small // 2)
-    weights = [nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for size in sizes]
-    optimizer = optim.AdamW(weights, fused=True)
-    with LiveBytes() as meter, tba.offload_optimizer(optimizer, settings(tmp_path)) as states:
-        for seed in range(4):
-            for each in weights:
-                each.grad = torch.full_like(each, seed + 1)
-            before = meter.peak = meter.live
-            slots = states.device_bytes
-            optimizer.step()
-            assert states.device_bytes <= sum(sorted(states.sizes)[-3:])
-            made = max(states.sizes) if seed == 0 else 0  # by the optimizer, before they have a place
-            assert meter.peak - before <= sum(sorted(states.sizes)[-3:]) - slots + made + SMALL
-        assert_same_tensors(weights, [weights[0].detach()[:1].expand_as(each) for each in weights])
-
-
 def test_a_large_embedding_is_updated_in_slices(tmp_path: Path) -> None:
     """The states of the embedding are as large as eight sub-groups, and checkpoints have them whole."""
     plain = nn.Sequential(nn.Embedding(16 * SUB_GROUP // (16 * WIDTH), WIDTH), chain(8))

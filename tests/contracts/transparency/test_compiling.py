@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -136,23 +134,3 @@ def test_one_graph_of_all_layers_is_refused_by_name(default: str, compiler: Comp
         with pytest.raises(torch._dynamo.exc.Unsupported, match="tba-offload is attached") as caught:
             train(compiled, session, steps=1)
         assert UnsupportedError.__name__ in str(caught.value)
-
-
-@pytest.mark.full
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
-@pytest.mark.parametrize("default", PLACEMENTS)
-@pytest.mark.parametrize("whole", [True, False])
-def test_placements_run_what_inductor_made(default: str, whole: bool) -> None:
-    """Its fused operations round otherwise than one by one; the graph for each layer is the same."""
-    expected = train_by_inductor("keep" if whole else None, whole=whole)
-    assert_same(train_by_inductor(default, whole=whole), expected)
-
-
-def train_by_inductor(default: str | None, *, whole: bool) -> list[list[Tensor]]:
-    """Trains the model, compiled whole or layer by layer, with a session if there is a placement."""
-    torch._dynamo.reset()
-    model = make()
-    for layer in () if whole else model.layers:
-        layer.compile()  # type: ignore[operator]
-    with nullcontext() if default is None else attach(model, default) as session:
-        return train(torch.compile(model) if whole else model, session)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import unicodedata
 from typing import TYPE_CHECKING
 
 import click
@@ -11,12 +10,11 @@ import pytest
 from children import run_python
 from click.testing import CliRunner
 from commands import call
-from run_logs import logged, plan_event, write_run
+from run_logs import write_run
 
 import tba_offload
 from tba_offload import cli
 from tba_offload.errors import TbaError
-from tba_offload.formatting import visible
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -80,40 +78,3 @@ def test_the_module_is_the_same_program_and_needs_no_torch(runs: list[str], tmp_
     )
     done = run_python("-c", script, "rok", *runs, "-o", tmp_path / "rok.png")
     assert (done.returncode, done.stdout, done.stderr) == (0, call("rok", *runs).stdout, "")
-
-
-# Run logs
-
-
-EVIL = "\x1b[2J\x1b]0;owned\x07=cmd|'/c calc'!A1 <script>&\u202e\ud800$x_1$[red]"
-
-
-def outcome(*arguments: object) -> tuple[int, str]:
-    """Exit status and standard output; any exception but that of an exit is the test's."""
-    result = call(*arguments)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code in {0, 1}
-    assert "Traceback" not in result.stderr
-    assert result.exit_code == 0 or result.stderr.strip() or result.stdout.strip()
-    printed = (result.stdout + result.stderr).replace("\n", "")
-    assert not {"Cc", "Cf", "Cs"} & set(map(unicodedata.category, printed))
-    return result.exit_code, result.stdout
-
-
-@pytest.mark.parametrize("command", ["rok", "plan", "why"])
-def test_a_log_that_is_cut_off_is_read_or_named(tmp_path: Path, command: str) -> None:
-    path = logged(tmp_path / "run.jsonl", plan_event(), policy="default: offload\n")
-    whole, statuses = path.read_bytes(), []
-    for length in range(0, len(whole), 71):
-        path.write_bytes(whole[:length])
-        statuses.append(outcome(command, path)[0])
-    assert statuses[0] == 1
-    path.write_bytes(whole)
-    assert outcome(command, path)[0] == 0
-
-
-def test_names_cannot_move_the_cursor(tmp_path: Path) -> None:
-    status, said = outcome("rok", logged(tmp_path / "evil.jsonl", strategy=EVIL))
-    assert status == 0
-    assert visible(EVIL).replace("|", "\\|") in said

@@ -23,10 +23,8 @@ from profiles import (
     all_profiles,
     drives,
     make_profile,
-    profiles,
     rebuilding,
     shares,
-    small_capacities,
     windows,
 )
 
@@ -121,19 +119,6 @@ def test_every_byte_and_every_second_is_accounted_for(
         times = (profile.timing(slot.layer, placements[slot.layer])[slot.backward] for slot in profile.slots)
         computing = profile.tail + sum(times) + sum(slot.gap for slot in profile.slots)
         assert outcome.seconds == pytest.approx(computing + outcome.stall_seconds)
-
-
-@given(profiles, drives, small_capacities, windows)
-@quick
-def test_what_no_drive_has_room_for_stays(
-    profile: StepProfile, bandwidth: Bandwidth, capacity: int, window: int | None
-) -> None:
-    plan = all_of(profile, OFFLOAD, window)
-    outcome = play(profile, plan, dataclasses.replace(bandwidth, capacity=capacity))
-    moved = sum(slot.backward * profile.kinds[0].nbytes for slot in profile.slots)
-    assert max(outcome.written_bytes, outcome.forwarded_bytes) <= moved
-    roomy = dataclasses.replace(bandwidth, capacity=1 << 40)
-    assert play(profile, plan, roomy) == play(profile, plan, bandwidth)
 
 
 # The solver

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import threading
 import time
 from collections import Counter
@@ -34,7 +33,6 @@ from tba_offload.errors import (
     TransferError,
 )
 from tba_offload.store import MultiStore, Transfer, open_store
-from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
 
 if TYPE_CHECKING:
@@ -197,36 +195,6 @@ def test_training_goes_on_with_the_other_drive_when_one_refuses_writes() -> None
     assert [record.drives_out_of_service for record in report][:3] == [0, 0, 1]
     assert report[2].fallback_kept_bytes > 0
     assert all(record.offloaded_bytes > 0 for record in report)
-
-
-# Transfers and extents
-
-
-def test_memory_that_was_resized_under_a_queued_write_is_an_error() -> None:
-    for nbytes in (0, 10_000_000):
-        gate, data = Gate(), pattern(100_000)
-        with MultiStore([HostStore(device=CPU, slab_bytes=MIB)]) as store:
-            transfer = write(store, data, gate)
-            data.untyped_storage().resize_(nbytes)  # type: ignore[no-untyped-call]
-            gate.open()
-            with pytest.raises(StoreError, match="freed or moved before its transfer"):
-                store.wait(transfer)
-            assert used_bytes(store) == 0
-            assert store.take_outages() == []
-
-
-def test_room_that_the_last_steps_did_not_need_is_given_back(tmp_path: Path) -> None:
-    file = FileStore(tmp_path, device=CPU)
-    with MultiStore([file]) as store:
-
-        def taken_after(nbytes: int) -> int:
-            store.release(put(store, pattern(nbytes)))
-            store.trim()
-            return os.fstat(file.fd).st_blocks * 512
-
-        assert taken_after(9 * MIB) >= 9 * MIB
-        assert [taken_after(MIB) for _ in range(4)][-1] < 2 * MIB
-        assert torch.equal(get(store, put(store, pattern(9 * MIB))), pattern(9 * MIB))
 
 
 # How it is opened, and its end

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -83,19 +82,6 @@ def test_a_session_trains_through_it(opened: list[Shelf], tmp_path: Path) -> Non
         assert session.records[-1].offloaded_bytes > 0
         assert_all_given_back(session)
     assert [store.capacity for store in opened] == [64 * MIB]
-
-
-@pytest.mark.parametrize("failure", [OSError(errno.EIO, "Input/output error"), MemoryError()], ids=repr)
-def test_a_read_that_fails_with_an_error_of_the_system_is_made_again(
-    opened: list[Shelf], failure: BaseException
-) -> None:
-    expected, model = train(make_model()), make_model()
-    with tba.attach(model, POLICY, measure_memory=False) as session:
-        opened[0].failures["read"].append(failure)
-        assert_same_history(train(model, session), expected)
-        assert not opened[0].failures["read"]
-        assert session.records[-1].fallback_kept_bytes == 0
-        assert_all_given_back(session)
 
 
 def test_a_fault_of_the_program_is_no_fault_of_a_drive(opened: list[Shelf]) -> None:
