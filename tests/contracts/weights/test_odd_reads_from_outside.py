@@ -63,8 +63,22 @@ def in_a_function(weight: Tensor, _: Training) -> Tensor:
     return gradient_of(lambda x: Product.apply(torch.tanh(Product.apply(x, weight)), weight))
 
 
+def in_a_checkpoint(weight: Tensor, _: Training) -> Tensor:
+    return gradient_of(
+        lambda x: checkpoint(lambda x: torch.tanh(x @ weight) @ weight, x, use_reentrant=False)
+    )
+
+
 def in_a_reentrant_checkpoint(weight: Tensor, _: Training) -> Tensor:
     return gradient_of(lambda x: checkpoint(lambda x: torch.tanh(x @ weight) @ weight, x, use_reentrant=True))
+
+
+def saved_on_the_host(weight: Tensor, _: Training) -> Tensor:
+    def run(x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return torch.tanh(x @ weight) @ weight
+
+    return gradient_of(run)
 
 
 def by_saved_tensor_hooks(weight: Tensor, _: Training) -> Tensor:
@@ -94,14 +108,45 @@ def of_gradients(weight: Tensor, _: Training) -> Tensor:
     return gradient_of(run)
 
 
-# What goes round Python
+# What does not ask the class of a tensor, and is given another tensor on the same memory
+
+
+def by_a_constructor(weight: Tensor, _: Training) -> list[Tensor]:
+    return [torch.tensor(weight.detach()), torch.as_tensor(weight) + 0, torch.asarray(weight).clone()]
+
+
+def by_the_constructor(weight: Tensor, _: Training) -> Tensor:
+    return torch.Tensor(weight.detach()).clone()
+
+
+def as_a_parameter(weight: Tensor, _: Training) -> Tensor:
+    return nn.Parameter(weight.detach(), requires_grad=False).detach().clone()
 
 
 def by_dlpack(weight: Tensor, _: Training) -> list[Tensor]:
-    return [
-        torch.from_dlpack(weight).clone(),
-        torch.from_dlpack(torch.utils.dlpack.to_dlpack(weight)).clone(),
-    ]
+    second = torch.utils.dlpack.to_dlpack(weight.detach())
+    return [torch.from_dlpack(weight).clone(), torch.from_dlpack(second).clone()]
+
+
+def by_script(weight: Tensor, _: Training) -> Tensor:
+    return torch.jit.trace(lambda x: x.pow(2).sum(), torch.ones(64, 64))(weight.detach())
+
+
+def compiled(weight: Tensor, _: Training) -> Tensor:
+    run = torch.compile(lambda x: x.pow(2).sum(), backend="eager")
+    return run(weight.detach())
+
+
+def by_vmap(weight: Tensor, _: Training) -> Tensor:
+    return torch.func.vmap(lambda row: row.sum())(weight.detach())
+
+
+def by_grad(weight: Tensor, _: Training) -> Tensor:
+    return torch.func.grad(lambda x: (x @ weight).pow(2).sum())(rows().detach())
+
+
+def by_jvp(weight: Tensor, _: Training) -> Tensor:
+    return torch.func.jvp(lambda x: (x * x).sum(), (weight,), (torch.ones_like(weight),))[1]
 
 
 def by_an_operator(weight: Tensor, _: Training) -> Tensor:
@@ -165,9 +210,42 @@ def within_a_hook(weight: Tensor, training: Training) -> None:
 
 
 USES: tuple[Callable[[Tensor, Training], Any], ...] = (
-    *(in_a_function, in_a_reentrant_checkpoint, by_saved_tensor_hooks, behind_a_step, of_gradients),
-    *(by_dlpack, by_an_operator, by_its_storage, by_its_address, by_an_array),
-    *(by_out, by_a_vector, by_load, by_assignment, by_another_parameter, within_a_hook),
+    *(
+        in_a_function,
+        in_a_checkpoint,
+        in_a_reentrant_checkpoint,
+        saved_on_the_host,
+        by_saved_tensor_hooks,
+    ),
+    *(
+        behind_a_step,
+        of_gradients,
+        by_a_constructor,
+        by_the_constructor,
+        as_a_parameter,
+    ),
+    *(
+        by_dlpack,
+        by_script,
+        compiled,
+        by_vmap,
+        by_grad,
+    ),
+    *(
+        by_jvp,
+        by_an_operator,
+        by_its_storage,
+        by_its_address,
+        by_an_array,
+    ),
+    *(
+        by_out,
+        by_a_vector,
+        by_load,
+        by_assignment,
+        by_another_parameter,
+    ),
+    *(within_a_hook,),
 )
 
 
