@@ -56,6 +56,7 @@ class LayerRuns:
     def close(self) -> None:
         """Run layers without offloading from now on, and drop the reference to the session."""
         self._session = None
+        self.recomputed = []  # in a cycle with the sites, the model would stay alive
 
     def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Run a layer with its planned placement.

@@ -99,3 +99,19 @@ def test_a_model_is_gone_with_its_last_name_after_its_session_is_closed(
         assert alive() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("placement", ["offload", "offload-remat", "recompute", "recompute-offload"])
+def test_a_closed_session_keeps_no_model_alive(placement: str) -> None:
+    def trained() -> list[weakref.ref[torch.Tensor]]:
+        model = make_model(layers=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with tba.attach(model, {"default": placement, "store": {"kind": "host"}}):
+            for number in range(4):
+                loss_of(model, make_tokens(number)).backward()
+                optimizer.step()
+        return [weakref.ref(parameter) for parameter in model.parameters()]
+
+    trained()  # what PyTorch and the package make once
+    with uncollected():
+        assert not any(alive() is not None for alive in trained())
