@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from tba_offload.config.policy import LayerId, Policy
 
+_UPDATES = {"step": "optimizer.step()", "backward": "backward()"}
 _LAYERS = re.compile(r"(?:(?P<stack>[^:\s]+):)?(?P<count>[1-9][0-9]{0,5})")
 
 
@@ -33,10 +34,15 @@ def _stacks(
     for value in values:
         match = _LAYERS.fullmatch(value)
         if match is None:
-            raise click.BadParameter(f"{quoted(value)} is not a number of layers such as 24 or encoder:12")
+            raise click.BadParameter(
+                f"{quoted(value)} must be a number of layers, such as 24, or a stack and its number of "
+                "layers, such as encoder:12"
+            )
         stacks[match["stack"]] = int(match["count"])
     if len(stacks) < len(values) or (len(values) > 1 and None in stacks):
-        raise click.BadParameter("stacks need different names, such as encoder:12 and decoder:12")
+        raise click.BadParameter(
+            "several stacks need different names. An example: --layers encoder:12 --layers decoder:12"
+        )
     return stacks
 
 
@@ -49,7 +55,8 @@ def _stacks(
     multiple=True,
     required=True,
     callback=_stacks,
-    help="Number of layers. For several stacks, repeat the option: --layers encoder:12 --layers decoder:12.",
+    help="Number of layers of the model. For several stacks, repeat the option: --layers encoder:12 "
+    "--layers decoder:12.",
 )
 @JSON
 def check(policy: Path, stacks: dict[str | None, int], *, as_json: bool) -> None:
@@ -80,7 +87,9 @@ def check(policy: Path, stacks: dict[str | None, int], *, as_json: bool) -> None
     states, weights = config.states, config.weights
     found: dict[str, Any] = {
         "layers": list(_groups(config.policy, layers)),
-        "states": None if states is None else f"{states.default}, updated in {states.when}",
+        "states": None
+        if states is None
+        else f"{states.default} (optimizer states, updated in {_UPDATES[states.when]})",
         "weights": None if weights is None else f"{weights.frozen} (frozen weights)",
         "not_judged": [str(rule) for rule in config.policy.unjudged(layers)],
         "warnings": config.doubts(layers),
@@ -106,8 +115,6 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     widths = [max(len(group[name]) for group in found["layers"]) for name in ("layers", "placement")]
     for group in found["layers"]:
         yield f"{group['layers']:<{widths[0]}}  {group['placement']:<{widths[1]}}  {visible(group['why'])}"
-    for name in ("states", "weights"):
-        if found[name] is not None:
-            yield f"{name}: {found[name]}"
+    yield from (f"{name}: {found[name]}" for name in ("states", "weights") if found[name] is not None)
     for rule in found["not_judged"]:
-        yield f"not checked: the rule {visible(rule)} needs the module names of the model"
+        yield f"not checked: the rule {visible(rule)} matches module names, and the command has no model"

@@ -19,47 +19,75 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
     show_default=True,
     help="Directory for the run logs, the pictures and the summary.",
 )
-@click.option("--layers", type=_COUNT, help="Layer count.  [default: depends on the machine, 8 on a CPU]")
-@click.option("--hidden", type=_COUNT, help="Hidden size.  [default: depends on the machine]")
-@click.option("--sequence", type=_COUNT, help="Sequence length in tokens.  [default: depends on the machine]")
+@click.option(
+    "--layers", type=_COUNT, help="Number of layers.  [default: 12 on a GPU, 8 on a CPU, 4 with --states]"
+)
+@click.option("--hidden", type=_COUNT, help="Hidden size.  [default: chosen for the machine]")
+@click.option(
+    "--sequence", type=_COUNT, help="Sequence length in tokens.  [default: 1024 on a GPU, 128 on a CPU]"
+)
 @click.option(
     "--batch-size",
     "batch_sizes",
     type=_COUNT,
     multiple=True,
-    help="Batch size in sequences. Repeat the option for several sizes.  [default: depends on the machine]",
-)
-@click.option("--steps", type=click.IntRange(min=8), help="Steps per run.  [default: 8, or 20 on a GPU]")
-@click.option(
-    "--dtype", type=click.Choice(["auto", "bf16", "fp32"]), default="auto", help="'auto': the faster dtype."
+    help="Batch size in sequences. For several sizes, repeat the option.  [default: chosen for the machine]",
 )
 @click.option(
-    "--directory", "directories", type=_FOLDER, multiple=True, help="Store directory. Repeat for each drive."
+    "--steps", type=click.IntRange(min=8), help="Steps per run.  [default: 20 on a GPU, 8 on a CPU]"
 )
-@click.option("--window", help="In-flight window at the smallest batch size.  [default: from the model]")
-@click.option("--policy", type=click.Path(path_type=Path), help="Policy file of 'offload', or auto.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "bf16", "fp32"]),
+    default="auto",
+    help="Data type of the training. With 'auto', the faster one is used.",
+)
+@click.option(
+    "--directory",
+    "directories",
+    type=_FOLDER,
+    multiple=True,
+    help="Store directory. For several drives, repeat the option.",
+)
+@click.option(
+    "--window",
+    help="In-flight window at the smallest batch size, such as 64MiB.  [default: computed from the model]",
+)
+@click.option(
+    "--policy",
+    type=click.Path(path_type=Path),
+    help="Policy of the third strategy: a policy file, or 'auto' to let the planner choose placements.  "
+    "[default: offload]",
+)
 @click.option(
     "--budget",
     metavar="SIZE|SHARE",
-    help="Limit of the activation peak with --policy auto: 64MiB, or 35% of the peak of 'keep'.",
+    help="Limit of the activation peak. Needs --policy auto. A size such as 64MiB, or a share of the peak "
+    "with 'keep', such as 35%.",
 )
 @click.option(
-    "--device-budget", metavar="SIZE|SHARE", help="Device budget with --policy auto or --states auto."
+    "--device-budget",
+    metavar="SIZE|SHARE",
+    help="Limit of all device memory. Needs --policy auto. A size, or a share of the peak with 'keep'.",
 )
 @click.option(
     "--states",
     type=click.Choice(["keep", "offload", "auto", "backward"]),
     default="keep",
-    help="Add a strategy that offloads optimizer states. With 'backward', backward() updates parameters.",
+    help="Except with 'keep', add a strategy with offloaded optimizer states. 'offload' keeps no states in "
+    "memory. 'auto' keeps as many as fit --device-budget. With 'backward', backward() updates the "
+    "parameters.",
 )
-@click.option("--control", is_flag=True, help="Train with 'keep' twice, to show how much step times vary.")
+@click.option(
+    "--control", is_flag=True, help="Train with 'keep' a second time, to show how much step times vary."
+)
 @click.option("--time-limit", metavar="MINUTES", type=float, default=10, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print only the summary, as JSON.")
 def demo(**options: Any) -> None:
     """Train a small Megatron GPT on real text with keep, recompute and offload, and compare the strategies.
 
     Each strategy runs in its own process. The processes take turns after each step. The command prints a
-    table. The command writes run logs, rok.svg, rok.png and summary.json to the output directory. The command
+    table, and writes run logs, rok.svg, rok.png and summary.json to the output directory. The command
     needs megatron-core and matplotlib: pip install 'tba-offload[megatron,plots]'.
     """
     from tba_lab.demo import run_on_console

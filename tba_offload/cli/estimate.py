@@ -16,32 +16,64 @@ _UNITS = {"G": 1e9, "T": 1e12, "P": 1e15}
 def _flops(_context: click.Context, _parameter: click.Parameter, text: str) -> float:
     found = re.fullmatch("([0-9]+(?:[.][0-9]+)?)([GTP])(/s)?", text)
     if found is None or not float(found[1]):
-        raise click.BadParameter(f"{text!r} is not a rate of FLOPs per second, such as 400T (units: G, T, P)")
+        raise click.BadParameter(
+            f"{text!r} must be a number of FLOPs per second with the unit G, T or P, such as 400T"
+        )
     return float(found[1]) * _UNITS[found[2]]
 
 
 @click.command()
-@click.option("--config", type=click.Path(exists=True), help="Path of a config.json, or of its folder.")
-@click.option("--layers", "num_hidden_layers", type=_COUNT, help="Layers of a Llama, in place of --config.")
+@click.option(
+    "--config",
+    type=click.Path(exists=True),
+    help="Model to estimate: the path of its config.json, or of the directory with this file.",
+)
+@click.option(
+    "--layers",
+    "num_hidden_layers",
+    type=_COUNT,
+    help="Number of layers of a Llama model. To estimate a Llama model without --config, pass --layers, "
+    "--hidden, --heads and --vocab.",
+)
 @click.option("--hidden", "hidden_size", type=_COUNT, help="Hidden size of the Llama model.")
-@click.option("--heads", "num_attention_heads", type=_COUNT, help="Attention heads of the Llama model.")
+@click.option(
+    "--heads", "num_attention_heads", type=_COUNT, help="Number of attention heads of the Llama model."
+)
 @click.option("--vocab", "vocab_size", type=_COUNT, help="Vocabulary size of the Llama model.")
 @click.option("--sequence", type=_COUNT, default=1024, show_default=True, help="Sequence length in tokens.")
-@click.option("--batch", type=_COUNT, default=1, show_default=True, help="Sequences in a micro-batch.")
+@click.option(
+    "--batch", type=_COUNT, default=1, show_default=True, help="Number of sequences in a micro-batch."
+)
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True)
 @click.option(
-    "--lora", type=_COUNT, metavar="RANK", help="Freeze the model, and add LoRA of this rank to its layers."
+    "--lora",
+    type=_COUNT,
+    metavar="RANK",
+    help="Freeze the weights of the model, and add LoRA adapters of this rank to its layers.",
 )
-@click.option("--base-bits", type=click.Choice(["4", "8"]), help="Bits of the frozen weights. Needs --lora.")
-@click.option("--flops", callback=_flops, required=True, help="FLOPs per second in training, such as 400T.")
+@click.option(
+    "--base-bits", type=click.Choice(["4", "8"]), help="Number of bits of each frozen weight. Needs --lora."
+)
+@click.option(
+    "--flops",
+    callback=_flops,
+    required=True,
+    help="FLOPs per second that the device reaches in training, such as 400T.",
+)
 @rates
 @click.option(
     "--device-bytes",
     callback=size,
     metavar="SIZE",
-    help="Memory of the device, such as 80GiB, for weights, gradients, Adam's two moments and activations.",
+    help="Memory of the device, such as 80GiB. It must hold weights, gradients, Adam's two moments and "
+    "activations.",
 )
-@click.option("--host-capacity", callback=size, metavar="SIZE", help="Host memory to use before the drives.")
+@click.option(
+    "--host-capacity",
+    callback=size,
+    metavar="SIZE",
+    help="Offload to this much host memory first, and to drives only when it is full.",
+)
 @RATED
 @JSON
 def estimate(*, host_capacity: int | None, **options: Any) -> None:
@@ -65,15 +97,21 @@ def estimate(*, host_capacity: int | None, **options: Any) -> None:
     """
     bits = options.pop("base_bits")
     if bits is not None and options["lora"] is None:
-        raise click.UsageError("--base-bits needs --lora, because only frozen weights can have 4 or 8 bits")
+        raise click.UsageError(
+            "--base-bits needs --lora, which freezes the weights. Only frozen weights can have 4 or 8 bits"
+        )
     bandwidth = bandwidth_of(options)
     if bandwidth is None:
-        raise click.UsageError("the rates of the drives are missing. Pass --write and --read, or --dir")
+        raise click.UsageError(
+            "the rates of the drives are unknown. Pass --write and --read, or pass --dir to measure a drive"
+        )
     if host_capacity is not None:
         bandwidth = with_host_memory(bandwidth, host_capacity)
     sizes = "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"
     if options["config"] is None and None in map(options.get, sizes):
-        raise click.UsageError("pass the model as --config, or as --layers, --hidden, --heads and --vocab")
+        raise click.UsageError(
+            "the model is missing. Pass --config, or pass --layers, --hidden, --heads and --vocab"
+        )
     from tba_offload.estimate import run_on_console
 
     run_on_console(bandwidth=bandwidth, base_bits=bits and int(bits), **options)

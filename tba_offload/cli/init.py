@@ -46,12 +46,17 @@ def init(directories: tuple[Path, ...], output: Path, *, force: bool) -> None:
     found = {path: _look_at(path) for path in map(str, directories or _drives())}
     with writing(output):
         output.write_bytes(_policy(found).encode())
-    click.echo(f"{output}: written, with {len(found)} {'directory' if len(found) == 1 else 'directories'}:")
+    click.echo(
+        f"{output}: the policy was written, with {len(found)} "
+        f"{'directory' if len(found) == 1 else 'directories'}:"
+    )
     for path, place in found.items():
         click.echo(visible(f"  {path}: {place.words}"))
         for doubt in place.findings:
             click.echo(visible(f"  - {doubt}"))
-    click.echo(f"Next: tba-offload check {shlex.quote(str(output))} --layers N, and tba-offload doctor DIR")
+    click.echo(
+        f"Next steps: tba-offload check {shlex.quote(str(output))} --layers N, and tba-offload doctor DIR"
+    )
 
 
 def _drives() -> list[str]:
@@ -78,7 +83,7 @@ def _look_at(path: str) -> Location:
     except StoreError as error:
         raise click.ClickException(f"{path}: {error.strerror}") from error
     if not os.access(path, os.W_OK):
-        raise click.ClickException(f"{path}: the directory is not writable. Name another directory")
+        raise click.ClickException(f"{path}: you may not write to this directory. Pass another directory")
     return found
 
 

@@ -9,7 +9,9 @@ import click
 
 @click.command()
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--check", is_flag=True, help="Print whether the command would succeed, and change no file.")
+@click.option(
+    "--check", is_flag=True, help="Print whether the patch can be added or removed, and change no file."
+)
 @click.option("--reverse", is_flag=True, help="Remove the patch.")
 def patch(directory: Path, *, check: bool, reverse: bool) -> None:
     """Add the --tba- flags to the scripts of a Megatron-LM checkout.
@@ -22,9 +24,9 @@ def patch(directory: Path, *, check: bool, reverse: bool) -> None:
     checkout = Checkout.at(directory)
     changes = checkout.unpatch(check=check) if reverse else checkout.patch(check=check)
     if reverse:
-        done, would, nothing = "patch removed", "the patch can be removed", "is not patched"
+        done, would, nothing = "patch removed", "the patch can be removed", "not patched"
     else:
-        done, would, nothing = "patched", "can be patched", "is patched already"
+        done, would, nothing = "patched", "can be patched", "already patched"
     state = (would if check else done) if changes else nothing
     click.echo(f"{directory} ({checkout.release}): {state}")
 

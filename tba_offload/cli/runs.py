@@ -48,15 +48,19 @@ def why(run: Path, *, as_json: bool) -> None:
 
 @click.command()
 @_RUNS
-@_output("Draw the ROK curve as .svg or .png. The option can be repeated.", multiple=True)
+@_output(
+    "Picture of the ROK curve to write (.svg or .png). For several pictures, repeat the option.",
+    multiple=True,
+)
 @JSON
 @click.option(
     "--memory",
     type=click.Choice(("activations", "device")),
     default="activations",
     show_default=True,
-    help="Memory peak to compare: 'activations', or 'device' for all live bytes on the device (weights, "
-    "gradients, optimizer states and activations). On a CPU, 'device' counts all live bytes of the process.",
+    help="Memory peak to compare: 'activations', or 'device' for all memory in use on the device "
+    "(weights, gradients, optimizer states and activations). On a CPU, 'device' means all memory of the "
+    "process.",
 )
 def rok(runs: tuple[Path, ...], output: tuple[Path, ...], *, as_json: bool, memory: Memory) -> None:
     """Compare runs by memory peak and throughput, as a ROK curve (recompute, offload, keep).
@@ -86,13 +90,22 @@ def rok(runs: tuple[Path, ...], output: tuple[Path, ...], *, as_json: bool, memo
     "--device-bytes",
     callback=size,
     metavar="SIZE",
-    help="Limit of all bytes on the device, such as 70GiB. Cannot be combined with --budget.",
+    help="Limit of all memory on the device, such as 70GiB. Cannot be combined with --budget.",
 )
-@click.option("--layers", type=click.IntRange(1, 10_000), help="Number of layers of the planned model.")
-@click.option("--drives", type=click.FloatRange(0.1), default=1, help="Factor for the number of drives.")
+@click.option(
+    "--layers",
+    type=click.IntRange(1, 10_000),
+    help="Plan for a model with this number of layers.  [default: as in the run]",
+)
+@click.option(
+    "--drives",
+    type=click.FloatRange(0.1),
+    default=1,
+    help="Plan for this many times the drive rates, such as 2 for twice as many drives.",
+)
 @rates
 @RATED
-@_output("Write the plan as a policy file.")
+@_output("Policy file to write, with the chosen plan.")
 @FORCE
 @JSON
 def plan(
@@ -135,9 +148,16 @@ def plan(
 
 @click.command()
 @_RUN
-@_output("Picture (.svg, .png) or trace (.json). The option can be repeated.", multiple=True, required=True)
+@_output(
+    "Picture (.svg or .png) or trace (.json) to write. For several files, repeat the option.",
+    multiple=True,
+    required=True,
+)
 @click.option(
-    "--step", type=click.IntRange(min=1), metavar="N", help="Number of the step to draw.  [default: the last]"
+    "--step",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Number of the step to draw.  [default: the last step with a timeline]",
 )
 def timeline(run: Path, output: tuple[Path, ...], step: int | None) -> None:
     """Draw the timeline of one step: memory, traffic of each drive, layers and waits.

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 FILE: Any = click.Path(dir_okay=False, path_type=Path)
 """Type of an option whose value is the path of a file."""
 
-JSON = click.option("--json", "as_json", is_flag=True, help="Print only one JSON object.")
+JSON = click.option(
+    "--json", "as_json", is_flag=True, help="Print the result as one JSON object, and nothing else."
+)
 """Option ``--json``, for output that programs read."""
 
 FORCE = click.option("--force", is_flag=True, help="Replace an existing file. Run logs are never replaced.")
@@ -56,16 +58,29 @@ RATED = click.option(
     "--rated",
     callback=size,
     metavar="SIZE",
-    help="Rated writes (TBW) of all drives together, such as 600TB. Used to compute the life of the drives.",
+    help="Rated writes (TBW) of all drives together, such as 600TB. The command uses them to compute the "
+    "life of the drives.",
 )
 """Option ``--rated``: the rated endurance of the drives."""
 
 
 def rates(command: FC) -> FC:
     """Add the options for drive rates to a command. :func:`bandwidth_of` reads these options."""
-    write = click.option("--write", callback=rate, metavar="RATE", help="Total write rate, such as 6GB/s.")
-    read = click.option("--read", callback=rate, metavar="RATE", help="Read rate.  [default: the write rate]")
-    place = click.option("--dir", "place", metavar="DIR", help="Directory whose drive is measured.")
+    write = click.option(
+        "--write", callback=rate, metavar="RATE", help="Write rate of all drives together, such as 6GB/s."
+    )
+    read = click.option(
+        "--read",
+        callback=rate,
+        metavar="RATE",
+        help="Read rate of all drives together.  [default: the write rate]",
+    )
+    place = click.option(
+        "--dir",
+        "place",
+        metavar="DIR",
+        help="Directory on a drive. The command measures the rates of this drive.",
+    )
     return write(read(place(command)))
 
 
@@ -110,7 +125,8 @@ def must_be_new(path: Path, *, force: bool) -> None:
     """Raise ClickException if a file exists and ``--force`` is not given."""
     if path.exists() and not force:
         raise click.ClickException(
-            f"{path}: the file exists and was not replaced. Choose another name with -o, or use --force"
+            f"{path}: the file exists and was not replaced. Pass another file with -o, or pass --force to "
+            "replace this one"
         )
 
 
@@ -127,7 +143,9 @@ def writing(path: str | os.PathLike[str], logs: Iterable[Path] = ()) -> Iterator
     """
     output = Path(path)
     if any(output.exists() and log.exists() and output.samefile(log) for log in logs):
-        raise click.ClickException(f"{path}: the file is a run log and was not replaced. Choose another name")
+        raise click.ClickException(
+            f"{path}: the file is a run log and was not replaced. Pass another file with -o"
+        )
     try:
         yield
     except OSError as error:

@@ -36,14 +36,14 @@ def test_json_is_one_object_and_nothing_else(policy: Path) -> None:
             {"layers": "0-3", "placement": "recompute", "why": "rule '0-3' (line 3)"},
             {"layers": "4-5", "placement": "keep", "why": "rule 'last 2' (line 5)"},
         ],
-        "states": "offload, updated in backward",
+        "states": "offload (optimizer states, updated in backward())",
         "weights": "offload-25% (frozen weights)",
         "not_judged": [],
         "warnings": [],
         "problems": [],
     }
     assert call("check", policy, "--layers", "6").stdout.splitlines()[-2:] == [
-        "states: offload, updated in backward",
+        "states: offload (optimizer states, updated in backward())",
         "weights: offload-25% (frozen weights)",
     ]
 
@@ -67,8 +67,8 @@ def test_everything_wrong_is_told_by_line(policy: Path) -> None:
     ("layers", "message"),
     [
         ([], "Missing option '--layers'"),
-        (["many"], "'many' is not a number of layers"),
-        (["12", "decoder:12"], "stacks need different names, such as"),
+        (["many"], "'many' must be a number of layers"),
+        (["12", "decoder:12"], "several stacks need different names"),
     ],
 )
 def test_a_wrong_command_line_has_exit_status_2(layers: list[str], message: str, policy: Path) -> None:

@@ -113,12 +113,12 @@ def test_without_a_file_it_takes_the_sizes_of_a_llama() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--flops", "20G", "--write", "1GB/s"), "pass the model as --config, or as --layers"),
+        (("--flops", "20G", "--write", "1GB/s"), "Pass --config, or pass --layers"),
         (
             ("--flops", "20G", "--layers", 2),
-            "the rates of the drives are missing. Pass --write and --read, or --dir",
+            "the rates of the drives are unknown. Pass --write and --read, or pass --dir",
         ),
-        (("--flops", "fast", "--write", "1GB/s"), "'fast' is not a rate of FLOPs per second"),
+        (("--flops", "fast", "--write", "1GB/s"), "'fast' must be a number of FLOPs per second"),
         (("--write", "1GB/s"), "Missing option '--flops'"),
     ],
 )
