@@ -53,7 +53,8 @@ def attach(
     divided into stages, as in Swin. For models of another structure, pass ``layers``.
 
     Args:
-        model: The model, wrapped or not, or the list of model chunks in an interleaved pipeline.
+        model: The model, with or without a wrapper such as DistributedDataParallel. For an interleaved
+            pipeline, the list of model chunks.
         config: The policy. With ``"fit"``, the planner chooses the fastest placements that fit into nine
             tenths of the device memory. The name of a placement, such as ``"offload"`` or ``"recompute"``,
             places all layers. A policy can also be the path of a YAML file, YAML text, a dict with the keys
@@ -70,9 +71,9 @@ def attach(
         run_log: Path of the run log. If ``run.jsonl`` exists from an earlier run, the new run writes
             ``run.2.jsonl``. Each process of :mod:`torch.distributed` writes its own log, such as
             ``run.rank0.jsonl``.
-        strategy: Label of the run in ROK plots. The default label is the placement that all layers share, or
-            ``mixed``. If states or weights are offloaded, the default label names them too, for example
-            ``offload + states``.
+        strategy: Label of the run in ROK plots. By default, the label is the placement of the layers, or
+            ``mixed`` if the layers have several placements. The default label also names offloaded states and
+            offloaded weights, for example ``offload + states``.
         model_info: Facts about the model that the run log records, such as layer sizes, the batch size or a
             name.
         measure_memory: Whether to measure the activation peak. On CUDA, the measurement takes no time. On a
@@ -150,7 +151,7 @@ def _about(chunks: Sequence[nn.Module]) -> dict[str, object]:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside wrappers such as DistributedDataParallel, which have no other child module."""
+    """Return the model inside wrappers, such as DistributedDataParallel. A wrapper has one child module."""
     while [name for name, _ in model.named_children()] in (["module"], ["_orig_mod"]):
         (model,) = model.children()
     return model

@@ -109,7 +109,7 @@ class MissingDependencyError(TbaError, ImportError):
 
 @contextmanager
 def required(package: str, purpose: str, *, extra: str) -> Iterator[None]:
-    """Raise :class:`MissingDependencyError` if an import in the block does not find the package."""
+    """Raise :class:`MissingDependencyError` if an import in the ``with`` block does not find the package."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -159,7 +159,7 @@ class OutOfServiceError(StoreFullError):
 
 
 class HangingError(StoreError):
-    """A drive has not answered within ``store.stall_seconds``, and may still execute the requests.
+    """A drive has not answered requests within ``store.stall_seconds``, and may still execute them.
 
     The ``errno`` is ``ETIMEDOUT``. A plain :class:`StoreError` with ``ETIMEDOUT`` means that the drive
     answered and reported a timeout.
@@ -192,7 +192,7 @@ _PASSED_OVER = frozenset({"tba_offload", "torch", "contextlib"})
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning that points to the nearest caller outside of this package and PyTorch.
+    """Issue a warning that points to the nearest caller outside of tba-offload and PyTorch.
 
     Args:
         message: The text of the warning.

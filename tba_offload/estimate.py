@@ -372,7 +372,7 @@ class _Machine(Device):
             self.settle()
 
     def settle(self) -> None:
-        """Complete the transfers whose simulated end has passed."""
+        """Complete the transfers whose simulated end time has passed."""
         while self._queue and self._queue[0][0] <= self.clock:
             transfer = self._queue.pop(0)[-1]
             if transfer.is_write:
@@ -422,7 +422,7 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def forward_seconds(self) -> float:
-        """Seconds that the forward of all layers computes, without waits."""
+        """Total compute time of forward in all layers, in seconds. Waits for I/O are excluded."""
         layers = [slot.layer for slot in self.profile.slots if not slot.backward]
         return float(sum(self.profile.timing(layer, Placement.KEEP).forward for layer in layers))
 

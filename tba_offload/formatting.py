@@ -25,7 +25,7 @@ _BLANK = "\0"
 def visible(text: str) -> str:
     r"""Escape all characters of a text that a terminal interprets or does not show.
 
-    For example, ``\x1b`` may move the cursor, and ``\u202e`` changes the writing direction.
+    For example, the character ``\x1b`` may move the cursor, and ``\u202e`` changes the writing direction.
     """
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
@@ -104,13 +104,13 @@ class LayerGroup(NamedTuple):
 
 
 def _stack_and_number(name: str) -> tuple[str, int]:
-    """Split a module name into a template and the layer number. Without a number, return 0 as number."""
+    """Return a module name with a placeholder for the layer number, and the number; 0 if there is none."""
     found = _NUMBER.search(name)
     return (name, 0) if found is None else (_NUMBER.sub(_BLANK, name), int(found[0]))
 
 
 def grouped(names: Sequence[str], alike: Sequence[Hashable]) -> list[LayerGroup]:
-    """Group consecutive layers of one stack whose values in ``alike`` are equal.
+    """Group consecutive layers of one stack that have equal values in ``alike``.
 
     Args:
         names: Module name of each layer, in order.
@@ -156,7 +156,10 @@ def _as_verb(placement: str) -> str:
 
 
 def _listed(groups: Sequence[LayerGroup]) -> str:
-    """Return the layer numbers of groups as text. For many groups, return only the count and the range."""
+    """Return the layer numbers of groups as text.
+
+    For more than :data:`MANY_RANGES` groups, return the number of layers, the first group and the last group.
+    """
     count = sum(group.size for group in groups)
     if len(groups) > MANY_RANGES:
         return f"{count} layers from {groups[0].numbers} to {groups[-1].numbers}"
@@ -164,11 +167,11 @@ def _listed(groups: Sequence[LayerGroup]) -> str:
 
 
 def renumbered(names: Sequence[str], chosen: Iterable[int]) -> tuple[str, ...]:
-    """Return module names for a model with more or fewer layers of the same stacks.
+    """Return the layer names of a new model whose layers are copies of the layers of an existing model.
 
     Args:
-        names: Module names of the existing layers.
-        chosen: For each layer of the new model, the index of the existing layer to copy.
+        names: Module names of the layers of the existing model.
+        chosen: For each layer of the new model, the index of the copied layer in ``names``.
     """
     parts = [_stack_and_number(name) for name in names]
     following = dict(reversed(parts))  # the next number of each stack

@@ -95,9 +95,9 @@ def names() -> list[str]:
 class Staying:
     """Selection of the tensors that stay in memory if a percentage of the bytes is offloaded.
 
-    Each tensor is offloaded or kept as a whole, in the order of saving. At any time in forward, the offloaded
-    bytes differ from this percentage of the saved bytes by at most half of the largest tensor. Writes are
-    therefore spread evenly over forward.
+    Each tensor is offloaded as a whole, or stays in memory as a whole. At any time in forward, the
+    offloaded bytes differ from ``percent`` of the bytes saved so far by at most half of the largest tensor.
+    Writes are therefore spread evenly over forward.
 
     Args:
         percent: Percentage of the bytes that is offloaded.

@@ -63,7 +63,7 @@ def is_recomputation() -> bool:
     """Return True if the calling forward runs inside a backward pass.
 
     The activation checkpointing of PyTorch and of Megatron runs forward inside backward. Backward uses the
-    recomputed tensors at once, so these tensors are not offloaded.
+    recomputed tensors immediately, so these tensors are not offloaded.
     """
     return current_backward() != -1
 
@@ -148,8 +148,8 @@ CALLS = nn.Module._call_impl.__code__.co_filename
 """Source file of ``torch.nn.Module``. A Python frame of this file may be a call of a module's forward."""
 
 switch_tracer: Callable[[Any], Any] = eval_frame.set_eval_frame
-"""Set the calling thread's compiler callback, and return the previous callback. This is a C function. The
-compiler would trace a Python function."""
+"""Set the calling thread's compiler callback, and return the previous callback. The function is
+written in C, because the compiler would trace a Python function."""
 
 _REASON = (
     "UnsupportedError: tba-offload is attached to this layer, and no graph can span an attached layer. Omit "
@@ -193,7 +193,7 @@ def is_compiled(forward: object) -> bool:
 
 
 def load_compiler() -> None:
-    """Import the compiler (70 MiB) before the first step. Otherwise, the first recomputation imports it."""
+    """Import the compiler (70 MiB) before the first step, and not during the first recomputation."""
     import torch._dynamo  # noqa: F401
 
 
@@ -260,7 +260,7 @@ def _guarded_resize(storage: torch.UntypedStorage, size: int) -> object:
 
 @contextlib.contextmanager
 def _disable_without_ours(error_message: str) -> Iterator[None]:
-    """Remove the saved-tensor hooks of tba-offload within the block, because ``torch.func`` forbids hooks."""
+    """Remove tba-offload's saved-tensor hooks for a ``with`` block, because ``torch.func`` forbids hooks."""
     top, is_aside = hooks_on_top(), False
     try:
         if top is not None and getattr(getattr(top[0], "__self__", None), "is_of_tba_offload", False):

@@ -311,7 +311,7 @@ class BackwardWatch:
 
 
 class _TriedHooks(LayerHooks):
-    """Saved-tensor hooks of an offloaded layer that backward also recomputes, as a check."""
+    """Saved-tensor hooks for the run of an offloaded layer in which a :class:`Trial` recomputes the layer."""
 
     trial: Trial | None = None
 
@@ -329,7 +329,7 @@ def _has_backward(layer: nn.Module, arguments: Sequence[object]) -> bool:
 
 
 def _dimensions(arguments: Iterable[object]) -> list[int]:
-    """Return the dimensions of all tensor arguments, or for a nested tensor its number of elements."""
+    """Return the sizes of all dimensions of the tensor arguments. A nested tensor counts as 1-D."""
     tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
     return [size for each in tensors for size in ((each.numel(),) if each.is_nested else each.shape)]
 

@@ -83,7 +83,7 @@ class Step:
         optimizer_seconds: Duration of all optimizer steps since the end of the last step; ``None`` if there
             were no optimizer steps.
         had_optimizer: Whether optimizers made a step between start and end of this step.
-        seconds_before: Duration of the optimizer steps between the last step and this step.
+        seconds_before: Duration of the optimizer steps between the previous step and this step.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class Loop:
     # ---- is it over? -----------------------------------------------------------------------------
 
     def _is_over(self, step: Step, *, at_forward: bool = False) -> bool:
-        """Return True if a step is over. At the next forward (``at_forward``), one update is enough."""
+        """Return True if a step is over. With ``at_forward``, the update of one optimizer ends the step."""
         trace, gradients = self.session.capture.trace, self.session.gradients
         if step.has_failed or trace.in_backward:  # an exception ended the step
             return True
@@ -416,7 +416,7 @@ class _ModelHook(_Hook):
 
 
 def _callers(modules: Sequence[nn.Module], layers: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the modules whose forward a program may call: models, and submodules with all attached layers."""
+    """Yield the modules whose forward a program may call: models, and submodules with all layers in them."""
     for module in modules:
         inside = set(module.modules())
         own = {layer for layer in layers if layer in inside and layer is not module}

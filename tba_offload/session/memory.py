@@ -45,10 +45,10 @@ BETWEEN, UPDATE = "between", "update"
 step. ``update`` is an optimizer step."""
 
 _FULLER = 1 + 1 / 64
-"""A later measurement replaces the peak of its phase if the bytes grow by more than this factor."""
+"""A measurement becomes the new peak of its phase if it exceeds the old peak by more than this factor."""
 
 _MOST = 20_000
-"""Largest number of layer runs, of waits, of points, and of transfers in a timeline.
+"""Largest number of layer runs in a timeline. Waits, points and transfers have the same limit.
 
 The limit keeps the line of the timeline in the run log below a few MiB.
 """
@@ -67,7 +67,7 @@ class Memory:
             if memory is not measured.
         figures: Measured fields of the :class:`~tba_offload.report.log.StepRecord`.
         is_on: Whether memory is measured before each run of a layer.
-        is_due: Whether the measurements of the open step go to the run log.
+        is_due: Whether the measurements of the open step are written to the run log.
         peaks: For each phase, the measurement with the most live bytes.
         left: Bytes that layers leave in memory for backward, by kind. Bytes that the offloader holds are
             excluded.
@@ -343,8 +343,8 @@ class StepCurve:
 
     Args:
         window: The in-flight window, which counts the bytes that the offloader holds.
-        movers: Objects that report transfers, each with the name of the transferred data. The name of
-            activations is empty.
+        movers: Objects that report transfers, each with the name of the transferred data. For activations,
+            the name is an empty string.
     """
 
     def __init__(self, window: InFlightWindow, movers: Sequence[tuple[str, Any]]) -> None:
@@ -438,7 +438,7 @@ def static_bytes(session: Session) -> dict[str, int]:
 
 
 def new_bytes(found: Iterable[object], device: torch.device, seen: set[int]) -> Iterator[int]:
-    """Yield the bytes of each storage on a device, except storages whose address is in ``seen``."""
+    """Yield the size of each storage on a device in bytes, except storages whose address is in ``seen``."""
     for each in found:
         for tensor in each if isinstance(each, list | tuple) else (each,):  # the history of LBFGS is a list
             storage = plain_storage(tensor)

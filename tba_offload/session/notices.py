@@ -86,8 +86,8 @@ class Notices:
 
         Args:
             what: Key of the warning.
-            figures: Values for the placeholders of the message. If the key has no message, the only value is
-                the message.
+            figures: Values for the placeholders of the message. If the key has no message,
+                ``figures`` contains only the text of the warning.
             category: Class of the warning.
         """
         if what not in self.said:

@@ -42,9 +42,10 @@ _STEPS = 10_000
 """Number of records that are kept in memory."""
 
 _REMEMBERED = {MEMORY: "step", "states": "optimizer"}
-"""Maps each kind of event that is also kept in memory to the name of a field.
+"""The kinds of events that are kept in memory. Each kind has the name of a field of the event.
 
-For each value of this field, the last event is kept.
+Only the last event with each value of this field is kept. For example, ``states`` events have the field
+``optimizer``, so the last ``states`` event of each optimizer is kept.
 """
 
 
@@ -264,7 +265,7 @@ def record_of(
 
 _MOVED = "offloaded", "read", "reread", "forwarded", "given_up", "held", "in_flight_peak"
 _SAVED = "deduplicated", "rebuilt", "kept"
-"""Names of byte counts: ``_MOVED`` of the offloader, and ``_SAVED`` of the trace."""
+"""Names of byte counts. ``_MOVED`` lists counts of the offloader. ``_SAVED`` lists counts of the trace."""
 
 
 def memory_event(session: Session, step: Step) -> dict[str, object]:

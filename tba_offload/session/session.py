@@ -491,7 +491,8 @@ class Session:
     def _limits(self) -> Limits:
         """Return the memory limits for the first plan. Memory for other data is not subtracted yet.
 
-        Without a budget, ``auto`` layers get a limit that fits the device, if its memory can be measured.
+        Without a budget, ``auto`` layers get a limit that fits the device. If the device memory cannot be
+        measured, these layers get no limit.
 
         Raises:
             UnsupportedError: The policy sets budget.device_bytes, but the memory cannot be measured.
@@ -549,7 +550,9 @@ _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def session_of(model: nn.Module | Sequence[nn.Module]) -> Session | None:
-    """Return the open session of a model, for example if a notebook cell has overwritten the variable.
+    """Return the open session of a model.
+
+    This function helps if a notebook cell has overwritten the variable that held the session.
 
     Args:
         model: The model (with or without a wrapper), one of its layers, or its chunks.

@@ -239,7 +239,7 @@ class BackwardUpdates(Updates):
         return None if self._values == self._values_now() else "the value of a parameter"
 
     def _settings_now(self) -> str:
-        """Return the settings of all parameter groups as text, including numbers in tensors."""
+        """Return the settings of all parameter groups as text, with the values of tensors."""
         groups = [group.items() for group in self.optimizer.param_groups]
         settings = [(key, each) for group in groups for key, each in group if not key.startswith("param")]
         return repr([(key, each.tolist() if torch.is_tensor(each) else each) for key, each in settings])

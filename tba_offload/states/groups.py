@@ -42,7 +42,7 @@ MASTER = "tba_offload.master"
 SLICE = 1024
 """Slices of a parameter begin at multiples of this number of elements.
 
-Kernels then see the same alignment and remainders as for the whole parameter.
+A kernel therefore finds the same alignment and the same remaining elements as in the whole parameter.
 """
 
 _STATES = 2

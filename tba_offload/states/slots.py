@@ -221,7 +221,7 @@ class Slots:
         self._of[group] = slot
 
     def _slot(self, group: SubGroup, among: Sequence[Slot], most: int = SLOTS) -> Slot:
-        """Return a new slot, or empty and return the slot whose sub-group is needed last."""
+        """Return a new slot if there is room. Otherwise, empty the slot whose sub-group is needed last."""
         if self._has_room(group, most):
             return Slot(group.nbytes, self._homes)
         slot = max(self._large_enough(group, among) or among, key=lambda slot: self._next_use(slot.holder))
@@ -244,10 +244,10 @@ class Slots:
         return not shared or (len(shared) < most and self._fits(group.nbytes))
 
     def _fits(self, nbytes: int, slot: Slot | None = None) -> bool:
-        """Return True if the shared slots and a slot of ``nbytes`` are no larger than the largest sub-groups.
+        """Return True if each shared slot, and a slot of ``nbytes``, is no larger than its sub-group.
 
-        The largest slot is compared with the largest sub-group, and so on. A small sub-group counts with the
-        usual size of a sub-group.
+        Slots and sub-groups are compared in pairs: the largest slot with the largest sub-group, then the
+        second largest of each. A sub-group below the usual size counts with the usual size.
         """
         sizes = [group.nbytes for group in self._groups]
         usual = min(self._groups.most, sum(sizes) // SLOTS)

@@ -218,8 +218,8 @@ class Updates:
 def interrupts_put_off() -> Iterator[None]:
     """Delay the first Ctrl-C until the end of the ``with`` block, when states are consistent.
 
-    A second Ctrl-C raises ``KeyboardInterrupt`` at once. Outside of the main thread, or if the program has
-    its own handler for Ctrl-C, nothing is delayed.
+    A second Ctrl-C raises ``KeyboardInterrupt`` immediately. Outside of the main thread, or if the program
+    has its own handler for Ctrl-C, nothing is delayed.
     """
     handler, came = signal.default_int_handler, False
 
