@@ -4,7 +4,7 @@ The controller has three states: LEARN, TRY and HOLD.
 
 LEARN takes three steps. The first step offloads every ``auto`` layer, with a small in-flight window. In the
 other two steps, a quarter of the layers is kept, a quarter is recomputed, and a quarter is placed
-``offload-remat``. Fewer layers get these placements if the budget is too small.
+``offload-remat``. If the budget is too small for these placements, more layers are offloaded.
 
 TRY alternates between the best plan and the best uniform plan. In a uniform plan, all layers that are not
 kept have the same placement. The plan with the faster measured steps wins.
@@ -54,12 +54,12 @@ WARM_UP = 1
 """Number of first steps whose times are ignored, because the first steps are slower than later steps."""
 
 FIRST_WINDOW = 16
-"""Budget divided by the in-flight window of the first steps. The window is small, because the memory beside
-activations is not yet measured."""
+"""In the first steps, the size of the in-flight window is the budget divided by this number. The window is
+small, because the memory use without activations is not yet measured."""
 
 ROUNDS, ROUNDS_ON_HOST = 2, 3
-"""Number of steps for which TRY measures each plan: the first number if the device's clock measures the
-steps, the second number if the host's clock measures the steps. The fastest step of each plan counts."""
+"""Number of steps for which TRY measures each plan. The first number applies if the device's clock measures
+the steps, the second number if the host's clock does. The fastest step of each plan counts."""
 
 OFF, OFF_STEPS, OTHER_RATE = 0.1, 3, 1 / 3
 """Thresholds for a new plan: relative change of step times, number of consecutive steps with this change, and
@@ -68,8 +68,8 @@ relative change of a store rate."""
 ROOM_CHANGED = "the memory for activations has changed"
 
 WORTH_IT = 0.02
-"""Smallest relative gain for which a new plan replaces the current plan. The planner ignores I/O waits that
-take a smaller fraction of a step."""
+"""Smallest relative gain for which a new plan replaces the current plan. The planner also ignores I/O waits
+that take less than this fraction of a step."""
 
 GROWTH, GROWTH_TO_PLAN = 2, 4 / 3
 """Factors for the growth of plans if the user set no limit.
@@ -80,8 +80,8 @@ the device within a few steps, and each plan is measured before a larger plan is
 """
 
 AGREE_EVERY = 8
-"""Number of steps between two agreements of the ranks that share layers. The ranks also agree after each of
-the first 16 steps."""
+"""Ranks that share layers agree on placements once in this number of steps. These ranks also agree after each
+of the first 16 steps."""
 
 
 Agree = Callable[[dict[str, Placement], tuple[float, float]], dict[str, Placement]]

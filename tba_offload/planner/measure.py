@@ -147,7 +147,7 @@ def profile_of(
         seen: The measured step.
         layers: Model chunk and module name of each layer of this process.
         before: Profile of earlier steps of the same size, which the new step updates.
-        nets: Whether to include the gradient bytes of each slot.
+        nets: Whether the profile includes gradient bytes.
 
     Returns:
         The profile; ``None`` if no layer has run with hooks so far, or if the step ran no backward.
@@ -189,7 +189,7 @@ def profile_of(
 def _clock(stalls: Sequence[tuple[float, float]]) -> Callable[[float], float]:
     """Return a function that converts wall time to compute time.
 
-    Compute time stops while compute waits for I/O.
+    Compute time is wall time without the waits for I/O.
     """
     begins = [began for began, _ in stalls]
     waited = [0.0, *accumulate(ended - began for began, ended in stalls)]
@@ -220,7 +220,7 @@ def _intervals(times: StepTimes) -> list[tuple[tuple[float, float], tuple[float,
 
 
 def _slots(runs: Sequence[_Run], began: float, most_gradients: int | None) -> tuple[tuple[Slot, ...], float]:
-    """Return the slots of a step in order, and the end of the last slot.
+    """Return the forwards and backwards of layers (slots) in order, and the end time of the last slot.
 
     The gradient bytes of a slot are the larger of two counts: at the start of the slot, and at the start of
     the next slot. If gradients were not counted, the gradient bytes are 0.
@@ -354,7 +354,7 @@ def _saved(
     known: Saved | None,
     clock: Callable[[float], float],
 ) -> Saved:
-    """Return the common figures of one activation in similar layers.
+    """Return the figures of one activation, as medians over the runs of similar layers.
 
     Figures that the step did not measure come from ``known``.
     """
@@ -382,7 +382,7 @@ def with_beside(profile: StepProfile, seen: SeenBeside, placements: Sequence[Pla
     """Return the profile with the measured memory beside activations for each kind of layer.
 
     A measurement includes the bytes that the running layer keeps or recomputes. The simulator adds these
-    bytes again, so this function subtracts these bytes.
+    bytes itself, so this function subtracts the bytes from the measurement.
     """
     found: dict[int, Beside] = {}
     for layer, (way, beside) in enumerate(zip(placements, seen.layers, strict=True)):
@@ -429,7 +429,7 @@ class Rates:
         """Add the transfers of a step.
 
         Pass ``fell_back=True`` if the store was full, failed or was too slow, so that activations stayed in
-        memory. Also pass True if the policy keeps all layers.
+        memory. Pass ``fell_back=True`` also if the policy keeps all layers.
         """
         self._fell_back |= fell_back
         self._order = [load.tier for load in loads]

@@ -376,7 +376,7 @@ class Prediction:
         seconds: Duration of the step.
         stall_seconds: Seconds in which compute waits for I/O.
         peak_bytes: Largest use of the budget in bytes, including memory beside activations and the headroom.
-            Memory that is reserved for later gradients may hold activations, which are then not counted.
+            Activations in memory that is reserved for later gradients are not counted.
         written_bytes: Bytes written to drives.
         activation_peak: Largest use of memory in bytes, including memory beside activations and the headroom.
         held_bytes: Largest use of the budget in bytes, without bytes in flight.

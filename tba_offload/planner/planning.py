@@ -258,7 +258,7 @@ class Swappable(Protocol):
 
     Attributes:
         what: Name of the parts in messages.
-        slots: Number of offloaded parts that are on the device at the same time while they are used.
+        slots: Number of offloaded parts that are on the device at the same time during use.
     """
 
     what: str
@@ -270,7 +270,7 @@ class Swappable(Protocol):
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device for these parts."""
+        """Bytes that these optimizer states or frozen weights use on the device."""
 
     def arrange(self, offloaded: int) -> None:
         """Offload the first ``offloaded`` parts from now on, and keep the other parts on the device."""
@@ -285,7 +285,7 @@ class ResidentData:
     Args:
         planning: The plan in use.
         budget: The memory that activations may use.
-        data: Optimizer states and frozen weights. Earlier items get memory first.
+        data: Optimizer states and frozen weights. The first items of the sequence get device memory first.
         chosen: Function that is called with each choice: a line of text, and the entry for the run log.
     """
 

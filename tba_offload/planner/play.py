@@ -2,8 +2,8 @@
 
 The simulator follows the rules of :mod:`tba_offload.planner.window`, like the offloader. Activations are
 written in the order of saving. The activations saved last are not written until the window is full. Backward
-reads activations ahead. Layers run one after another, and wait when the window is full. Drives have one
-queue of reads and one queue of writes, with constant rates. Host memory has two queues of its own.
+prefetches activations. Layers run one after another, and wait when the window is full. Drives have one queue
+of reads and one queue of writes, with constant rates. Host memory has two queues of its own.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Item:
 
 
 class _Tier(Tier):
-    """Drives or host memory, with free room and queues of writes and reads."""
+    """Simulated drives or host memory, with free room, a queue of writes and a queue of reads."""
 
     __slots__ = ("least_room", "read_rate", "reader_free", "room", "writing", "written")
 
@@ -313,7 +313,7 @@ class _Step:
             tier.written += item.nbytes
 
     def _tier_for(self, item: _Item, host: _Tier) -> _Tier:
-        """Return the tier that takes a write.
+        """Return the tier (drives or host memory) that takes a write.
 
         If the returned tier has no room for the write, both tiers are full.
         """

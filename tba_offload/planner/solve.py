@@ -189,7 +189,7 @@ def best_plain(case: Case, other: Plan, *, recomputes: bool) -> Plan | None:
 
 
 class _Search:
-    """Search for the best plan, which records all simulated plans."""
+    """Search for the best plan, with a record of all simulated plans."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -223,7 +223,7 @@ class _Search:
         return plan
 
     def plain(self, way: Placement) -> Plan:
-        """Return the plan that keeps as many of the last layers as fit, and gives ``way`` to all others."""
+        """Return the plan that keeps as many last layers as possible, and places other layers ``way``."""
         order = self._free[::-1]
         plans = [self._spread(order, kept, len(order) - kept, way, way) for kept in range(len(order) + 1)]
         fitting = bisect.bisect(plans, 0.0, key=lambda placements: self._try(placements)[0])
@@ -309,7 +309,7 @@ def coarse(profile: StepProfile) -> StepProfile:
 
 
 def _with_few_micro_batches(profile: StepProfile) -> StepProfile:
-    """Return the profile with only the micro-batches near the time when most micro-batches are active."""
+    """Return the profile with only the micro-batches around the time at which most micro-batches overlap."""
     order = list(dict.fromkeys(slot.micro_batch for slot in profile.slots))
     last = {slot.micro_batch: place for place, slot in enumerate(profile.slots)}
     running: dict[int, None] = {}
@@ -326,10 +326,9 @@ def _with_few_micro_batches(profile: StepProfile) -> StepProfile:
 
 
 def _merged(activations: Sequence[Saved], most: int) -> tuple[Saved, ...]:
-    """Merge neighbouring activations. Rebuilt activations are merged only with rebuilt activations.
+    """Merge neighbouring activations, but never a rebuilt activation with another activation.
 
-    The merged activation is saved at the time of the last neighbour, and used at the time of the first
-    neighbour.
+    A merged activation is saved when the last of its activations is saved, and used when the first is used.
     """
     size = -(-len(activations) // most)
     alike = [list(run) for _, run in itertools.groupby(activations, key=lambda saved: saved.rebuilt)]

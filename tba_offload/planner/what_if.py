@@ -275,7 +275,7 @@ def _as_measured(
 ) -> StepProfile:
     """Return the profile with the headroom of the highest measured peak, if any peak was measured.
 
-    If layers are ``auto``, only steps after the plan event count, because earlier steps had another plan.
+    If layers are ``auto``, only steps after the last plan event count. Earlier steps had another plan.
     """
     is_fixed = Placement.AUTO not in event["policy"]
     steps = [step for step in log.steps if is_fixed or step.step > event.get("step", 0)] or log.steps

@@ -1,7 +1,7 @@
 """Diagnosis of memory: the peak of a step, the holders of memory at the peak, and the most effective change.
 
 For each cause, a rule proposes one change and computes the bytes that this change would free in each phase.
-The peak after the change is the highest peak of all phases, because another phase may be almost as high.
+The peak after a change is computed over all phases, because the peak may move to another phase.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ _CHUNK = 1024
 be large."""
 
 _OF_THE_MODEL = ("one large gradient", "gradients", "optimizer states", "frozen weights", "one layer")
-"""Causes other than activations. Changes for all other causes cannot lower the peak of backward below the
-memory of the gradients and of one layer."""
+"""Causes other than activations. For every cause that is not in this list, no change can lower the peak of
+backward below the memory of the gradients and of one layer."""
 
 
 @dataclass(frozen=True, slots=True)
