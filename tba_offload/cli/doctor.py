@@ -23,10 +23,10 @@ def doctor(directories: tuple[Path, ...], *, bench: bool, as_json: bool) -> None
     """Print the I/O path of each directory, the reason for the path, the speed of the drive, and advice.
 
     DIR is a directory on a drive. The default is the directory for temporary files. The command measures the
-    I/O path that the setting 'store.kind: auto' selects, with 64 MiB for about a second. With --bench, the
-    command measures each directory for about 15 seconds more, with up to 512 MiB. The output then shows good
-    values of store.readers, store.writers and min_tensor_bytes for the drive. The command deletes all files
-    that it writes. The exit status is 1 if a directory cannot be used.
+    I/O path that the setting 'store.kind: auto' selects. For each directory, the test needs 64 MiB of free
+    space and about a second. With --bench, the test needs about 15 seconds more and up to 512 MiB of space.
+    The output then shows good values of store.readers, store.writers and min_tensor_bytes for the drive. The
+    command deletes all files that it writes. The exit status is 1 if a directory cannot be used.
     """
     from tba_offload.device import default_device
     from tba_offload.store.doctor import examine, lines

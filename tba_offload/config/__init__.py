@@ -56,8 +56,8 @@ class BudgetConfig:
 
     objective: Objective | None = None
     """Goal of the planner for ``auto`` layers: the shortest step (``time``), or the lowest peak without waits
-    for the drive (``memory``). By default ``time``. With ``time`` and without a limit, plans fit nine tenths
-    of the device memory."""
+    for the drive (``memory``). By default ``time``. If ``budget`` sets no limit, plans with ``time`` use at
+    most nine tenths of the device memory."""
 
     def window(self, saved: int = 0, largest: int = 0) -> int | None:
         """Return the size of the in-flight window in bytes; ``None`` for no limit.
@@ -379,7 +379,7 @@ ConfigLike = OffloadConfig | Mapping[str, object] | str | os.PathLike[str] | Non
 """Types of a policy argument: a word, the path of a YAML file, YAML text, a dict, or a configuration."""
 
 FIT = "fit"
-"""Word that sets all layers to ``auto`` without a budget. With this word, plans fit nine tenths of the device
+"""Word that sets all layers to ``auto`` without a budget. Plans then use at most nine tenths of the device
 memory."""
 
 

@@ -133,8 +133,8 @@ class StepRecord:
             ``auto`` layer. Otherwise, the host's clock measures the time. On a GPU, host time is too short
             unless the block ends with a call that waits for the device, such as ``loss.item()``.
         optimizer_seconds: Wall-clock time of optimizer steps since the end of the previous step; None without
-            an update. On a GPU, the value is the time in which the host launched the update or waited for the
-            update.
+            an update. On a GPU, this is only the time that the host needed to launch the update or to wait
+            for it.
         skipped: Whether the gradients were dropped without an update, as a gradient scaler does after an
             overflow. The planner ignores skipped steps.
         forward_seconds: Time of forward passes; None on a GPU.
@@ -324,7 +324,7 @@ def counted_steps(log: RunLog) -> list[StepRecord]:
 
 
 def timed_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return the steps in which memory was not measured, because measuring takes time.
+    """Return the steps without a memory measurement, because measuring takes time.
 
     If memory was measured in all steps, return all steps.
     """
@@ -637,7 +637,7 @@ class HeldBytes(NamedTuple):
         small: Tensors that layers with hooks saved and kept in memory, as in ``StepRecord.kept_bytes``.
         kept: Activations of layers that keep all or some saved tensors, or that run without hooks.
         inputs: Inputs of recomputed layers.
-        outputs: Memory that offloaded layers left allocated, and that does not belong to saved tensors.
+        outputs: Memory that offloaded layers allocated and did not free, without saved tensors.
         put_out: Live outputs of the model, from this step or from earlier steps.
     """
 
@@ -661,7 +661,7 @@ class PhasePeak(NamedTuple):
     Attributes:
         nbytes: Live bytes allocated in the step, without gradients and optimizer states.
         layer: Index of the layer that was running at the peak, or that ran last.
-        held: Bytes of ``nbytes`` whose holder is known.
+        held: The part of ``nbytes`` with a known holder, in bytes.
         beside: Bytes without a known holder that were live when the layer began.
         gradients: Bytes of gradients at the peak.
         frozen: Bytes of frozen weights that were read back and in memory at the peak.
@@ -685,7 +685,7 @@ class PhasePeak(NamedTuple):
 
 
 class StaticBytes(BaseModel):
-    """Memory that outlives steps, in bytes.
+    """Memory that stays in use between steps, in bytes.
 
     Attributes:
         parameters: Parameters and buffers of the model.
@@ -705,7 +705,7 @@ class MemoryEvent(Event):
         step: Number of the step.
         names: Module names of the attached layers.
         placements: Placement of each layer in the step.
-        static: Memory that outlives steps.
+        static: Bytes that stay in memory between steps.
         phases: Peak of each phase, by the name of the phase.
         left_out: Number of modules with trained parameters that look like layers but are not attached.
         outside: Name and bytes of the largest trained parameter outside the layers.

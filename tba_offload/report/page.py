@@ -99,7 +99,7 @@ def _run(log: RunLog, name: str, timeline: list[TimelineEvent], ends: Sequence[f
 
 
 def _layers(log: RunLog) -> Table | None:
-    """Return a table of each layer's placement in the policy, placement in the last step, and reason."""
+    """Return a table of layers: placement in the policy, placement in the last step, and the reason."""
     last = log.events(MemoryEvent)[-1:]
     now = dict(zip(last[0].names, last[0].placements, strict=True)) if last else {}
     placed: Any = log.header.plan

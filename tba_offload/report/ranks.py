@@ -56,7 +56,8 @@ def merged(logs: Sequence[RunLog]) -> RunLog:
     """Merge the logs of all ranks of a run into one log.
 
     Work and transferred bytes are summed over ranks. Times come from the slowest rank, because a step ends
-    when all ranks end. Peaks come from the rank with the highest peak, because each rank has its own device.
+    when all ranks end. Memory peaks come from the rank with the highest peak, because each rank has its own
+    device.
 
     Args:
         logs: One log for each rank, at least one.

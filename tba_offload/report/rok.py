@@ -277,7 +277,7 @@ def _noise(one: RokPoint, fastest: RokPoint) -> str:
 # Pictures. The code avoids pyplot, which opens windows, has global figures, and applies the user's style.
 
 WIDTH = 5.6
-"""Width of every picture in inches. At 390 pixels, the text of a picture is still readable."""
+"""Width of every picture in inches. The text stays readable if the picture is scaled to 390 pixels."""
 
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import ConsoleOptions, RenderableType
 
 _WIDE = 100_000
-"""Line width that avoids wrapping."""
+"""Line width at which no line is wrapped."""
 
 
 @dataclass(frozen=True, slots=True)

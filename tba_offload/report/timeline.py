@@ -206,7 +206,7 @@ _PARTS: dict[str, tuple[str, Callable[[Moment], int]]] = {
     "used by backward, or refused by a drive": (COLOURS[4], lambda point: point.settled),
     "kept by layers": (COLOURS[3], lambda point: point.left),
 }
-"""Known parts of live bytes with colours, from bottom to top of the stack."""
+"""Parts of live bytes that the timeline draws, with their colours, from bottom to top of the stack."""
 
 
 def ends_of(timeline: TimelineEvent) -> tuple[float, ...]:

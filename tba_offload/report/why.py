@@ -56,12 +56,12 @@ _PHASES = {
 """Name and description of each phase, and the name of working memory in this phase."""
 
 _WORTH, _OTHERS = 1 / 32, 2
-"""Smallest fraction of the peak that a reported change saves, and the number of changes that are reported
-after the most effective change."""
+"""The report shows a change only if the change saves at least this fraction of the peak. The second number
+limits the changes that the report shows after the most effective change."""
 
 _SLOTS, _LARGEST_SUB_GROUP = 3, 64
-"""Number of sub-groups of offloaded states in memory at one time, and the largest advised sub-group in
-MiB."""
+"""Number of sub-groups of offloaded states in memory at one time, and the largest advised
+``states.sub_group_bytes`` in MiB."""
 
 _CHUNK = 1024
 """Number of tokens in an advised chunk of the loss. With only 8 chunks of a long sequence, logits would still
@@ -287,7 +287,7 @@ def _is_on_cpu(step: StepRecord) -> bool:
 
 
 def _lasting(log: RunLog, step: StepRecord, memory: MemoryEvent) -> dict[str, int]:
-    """Return the bytes by holder that are in memory in every phase."""
+    """Return the bytes of parameters, optimizer states and other memory that is in use in all phases."""
     known = {"parameters": memory.static.parameters, "states": memory.static.states}
     # On a CPU, base_bytes includes the memory of the program itself.
     others = 0 if _is_on_cpu(step) else max((step.base_bytes or 0) - sum(known.values()), 0)

@@ -1,8 +1,8 @@
 """Interface of a store, which keeps bytes on one drive or in host memory.
 
 A :class:`Store` only moves bytes, with one call for each transfer.
-:class:`tba_offload.store.multi.MultiStore` handles everything that is the same for all stores: threads,
-extents, several drives, failed drives and forks.
+:class:`tba_offload.store.multi.MultiStore` calls the store from I/O threads. It also manages extents, several
+drives, failed drives and forks, so a :class:`Store` needs no code for these tasks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Extent:
         offset: Start of the range in bytes; a multiple of 4096.
         length: Length of the range in bytes; a multiple of 4096.
         nbytes: Size of the payload in bytes.
-        lead: The payload starts at ``offset + lead``. The lead is smaller than the store's alignment.
+        lead: Distance in bytes from ``offset`` to the payload; smaller than the store's alignment.
         drive: Index of the store in a :class:`tba_offload.store.multi.MultiStore`.
         checksum: Checksum of the payload at its last write; ``None`` before the first write, or without
             checksums.
@@ -68,9 +68,9 @@ class Store(ABC):
     """Base class of stores, which keep bytes in a file on one drive, in host memory, or elsewhere.
 
     A subclass implements :meth:`write` and :meth:`read`. I/O threads call both methods. Several calls may run
-    at the same time, each for a different extent. After a :class:`tba_offload.errors.StoreFullError`, the
-    store does not grow for a while. If a write raises any other ``OSError`` or a ``MemoryError``, the store
-    takes no writes for a while. Other exceptions are treated as errors of the program.
+    at the same time, for different extents. After a :class:`tba_offload.errors.StoreFullError`, the store
+    does not grow for a while. If a write raises any other ``OSError`` or a ``MemoryError``, the store takes
+    no writes for a while. Other exceptions are treated as errors of the program.
 
     Attributes:
         kind: Name of this kind of store in a policy.
@@ -175,7 +175,7 @@ class Checksum:
         return xxh3_64() if self.on else None
 
     def add(self, hasher: xxh3_64 | None, address: int, nbytes: int) -> None:
-        """Add bytes of host memory to a hasher. Do nothing if there is no hasher."""
+        """Add bytes of host memory to a hasher. Without a hasher, do nothing."""
         if hasher is not None:
             began = time.thread_time()
             hasher.update(posix.view(address, nbytes))

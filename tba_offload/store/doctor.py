@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from tba_offload.store.multi import MultiStore
 
 BLOCKS = (256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
-"""Sizes of transfers in the benchmark, in bytes. Activations of small to large models have these sizes."""
+"""Sizes of transfers in the benchmark, in bytes. These are typical sizes of activations, from small to large
+models."""
 
 THREADS = (1, 2, 4)
 """Numbers of threads for each direction in the benchmark."""

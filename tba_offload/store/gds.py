@@ -2,8 +2,8 @@
 
 The path of a transfer depends on the machine. With the nvidia-fs driver or with PCIe peer-to-peer, bytes move
 directly between GPU and drive. On other machines, cuFile copies the bytes through host memory.
-:attr:`GdsStore.path` is the name of the path. If cuFile does not accept the file, opening the store raises an
-error, because :class:`tba_offload.store.file.FileStore` is faster than kvikio's copy through host memory.
+:attr:`GdsStore.path` tells which path is used. If cuFile does not accept the file, opening the store raises
+an error, because :class:`tba_offload.store.file.FileStore` is faster than kvikio's copy through host memory.
 
 Transfers call cuFile directly, because these calls wait for no CUDA stream. Before a transfer, the I/O thread
 waits for the kernel that computes the bytes. In kvikio, ``pread``, ``pwrite``, ``raw_read`` and ``raw_write``

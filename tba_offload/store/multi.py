@@ -57,8 +57,8 @@ class MultiStore:
     drive holds and the bytes that are queued for the drive.
 
     If a write fails, its drive takes no writes for a pause, and all queued writes to the drive fail. After
-    the pause, one write tries the drive again. Each failure doubles the pause. A write to a full drive fails
-    when the file on the drive has to grow.
+    the pause, one write tries the drive again. Each failure doubles the pause. If a drive is full, a write
+    fails when the store's file on the drive has to grow.
 
     Args:
         stores: At least one store. Closing the :class:`MultiStore` closes all stores. If the first store is
@@ -239,7 +239,7 @@ class MultiStore:
     # ---- places; the lock is held ----------------------------------------------------------------
 
     def _choose(self, nbytes: int) -> Place | None:
-        """Return the place for a new extent; ``None`` if no place accepts the extent."""
+        """Return the drive or host memory for a new extent; ``None`` if neither accepts the extent."""
         able = [place for place in self._places if place.takes(nbytes)]
         if not able:
             return None
@@ -261,7 +261,7 @@ class MultiStore:
         return Tier(*map(sum, zip(*loads, strict=True)))
 
     def _refusal(self, nbytes: int) -> StoreError:
-        """Return the error of a write that no place accepts."""
+        """Return the error of a write that neither a drive nor host memory accepts."""
         reasons = "; ".join(
             f"{place.store.name}: {place.cause or f'{place.extents.used} of {place.limit} bytes are taken'}"
             for place in self._places
@@ -303,7 +303,7 @@ class MultiStore:
             transfer.extent = None
 
     def _leave_alone(self, place: Place, error: BaseException) -> None:
-        """Accept no writes to a failed place, and end its queued writes, because each would time out."""
+        """Accept no writes to a failed drive, and end its queued writes, because each would time out."""
         cause = str(error)  # the error object may refer to frames and their memory
         if place.cause is None:
             self._outages.append((place.store.name, cause))
@@ -424,7 +424,7 @@ class MultiStore:
             place.store.abandon()
 
     def _settle(self) -> str:
-        """Cancel queued transfers, wait for running transfers, and return the names of places that hang."""
+        """Cancel queued transfers, wait for running transfers, and return the names of drives that hang."""
         until = time.monotonic() + self.stall_seconds
         with self._lock:
             transfers = list(self._transfers)

@@ -1,4 +1,4 @@
-"""State of one drive, or of host memory: room, health and load."""
+"""State of one drive or of host memory: free room, failures and load."""
 
 from __future__ import annotations
 

@@ -14,10 +14,9 @@ if TYPE_CHECKING:
     from tba_offload.store.base import Extent
 
 TICK = 1.0
-"""Length in seconds of the periods in which a wait for a drive is measured.
-
-The clock continues while a process is stopped, for example by a batch system that suspends the job. A stopped
-process counts at most one period.
+"""A wait for a drive is measured in periods of this length in seconds. The clock continues while a process is
+stopped, for example by a batch system that suspends the job. The wait then counts at most one period of the
+stopped time.
 """
 
 

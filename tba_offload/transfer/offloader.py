@@ -137,8 +137,8 @@ class Offloader:
     def _flush(self, held_back: int) -> None:
         """Queue the oldest pending writes until at most ``held_back`` bytes are pending.
 
-        Writes are queued in batches. Between two hooks, the model's data replaces the code of this method in
-        the processor's caches. In a batch, only the first write has to load the code again.
+        Writes are queued in batches. Batches save processor time, because only the first write of a batch
+        loads the code of this method into the processor's caches.
         """
         pending, batch, events = self._pending, list[Transfer](), dict[Any, Any]()
         while pending and (not held_back or self._pending_bytes > held_back):
@@ -379,7 +379,7 @@ class Offloader:
     def _find_room(
         self, saved: SavedStorage, rooms: list[tuple[SavedStorage, ByteRange]], *, across_forward: bool
     ) -> bool:
-        """Allocate memory for a read ahead; return False if the window or the device has no room."""
+        """Allocate memory for a prefetch; return False if the window or the device has no room."""
         window, ref, in_flight = self.window, saved.ref, self.window.in_flight
         if in_flight + ref.nbytes > window.most_read_ahead or not window.rules.may_read_ahead(
             in_flight, window.read_ahead, ref.nbytes, across_forward=across_forward
@@ -595,7 +595,7 @@ class Offloader:
         self.window.reset_stats()
 
     def end_step(self) -> None:
-        """End a step. Drop bytes that were read ahead and not used. All saved storages stay valid."""
+        """End a step. Drop bytes that were prefetched and not used. All saved storages stay valid."""
         with self._lock:
             self._drain()
             self.window.most_read_ahead = float("inf")

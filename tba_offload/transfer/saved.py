@@ -2,7 +2,7 @@
 
 ::
 
-    PENDING ──► WRITING ──► STORED ──► read ahead, or on demand
+    PENDING ──► WRITING ──► STORED ──► prefetched, or read on demand
        │           │
        └───────────┴──► KEPT: used before its write ended, or its write failed
 """
@@ -35,7 +35,6 @@ class Unread:
     """Owner of a restored storage, which all unused handles of the storage share, except the first handle.
 
     After the last of these handles is used or dropped, Python frees the ``Unread`` and the restored storage.
-    A count of handles would need a finalizer instead.
 
     Attributes:
         memory: The restored storage.

@@ -24,7 +24,7 @@ class TransferStats:
         read: Bytes read from the store.
         reread: Bytes read again because the first read failed.
         forwarded: Bytes that backward used from memory without a read.
-        given_up: Bytes that were read ahead and dropped before backward used the bytes.
+        given_up: Bytes that were prefetched and dropped before backward used the bytes.
         held: Bytes written although another reference kept the storage in memory, so nothing was freed.
         fallback_kept: Bytes that stayed in memory because their write failed.
         full: Whether the store had no room for some of the bytes in ``fallback_kept``.
@@ -58,7 +58,7 @@ class InFlightWindow:
         rules: The size of the window, and the rules that follow from this size.
         in_flight: Bytes that were saved and not yet freed, plus bytes of reads that backward has not used
             yet.
-        read_ahead: Number of bytes in flight that were read ahead.
+        read_ahead: Number of bytes in flight that were prefetched.
         settled: Bytes in memory that the window does not limit, because backward uses them or their write
             failed.
         stats: Figures since the last reset.
