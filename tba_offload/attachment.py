@@ -57,8 +57,8 @@ def attach(
             pipeline, the list of model chunks.
         config: The policy. With ``"fit"``, the planner chooses the fastest placements that fit into nine
             tenths of the device memory. The name of a placement, such as ``"offload"`` or ``"recompute"``,
-            places all layers. A policy can also be the path of a YAML file, YAML text, a dict with the keys
-            of a YAML policy, or an :class:`OffloadConfig`.
+            is the placement of all layers. A policy can also be the path of a YAML file, YAML text, a dict
+            with the keys of a YAML policy, or an :class:`OffloadConfig`.
         layers: The layers to attach. By default, ``attach`` finds the layers of the model.
         directories: Directories of the store: one path, or one path per drive. This argument replaces the
             directories in the policy.

@@ -45,7 +45,7 @@ pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
 """Pop the innermost hooks of the calling thread."""
 
 hooks_are_allowed: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled
-"""Return True if hooks may be pushed. Transforms of ``torch.func`` forbid hooks."""
+"""Return True if saved-tensor hooks may be pushed. Transforms of ``torch.func`` forbid these hooks."""
 
 hooks_on_top: Callable[[], tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None]
 hooks_on_top = partial(_autograd._top_saved_tensors_default_hooks, True)  # noqa: FBT003 - positional in C++

@@ -388,8 +388,8 @@ class LayerHooks:
         """Save a dense copy of a view that uses little of its storage, or that has its own version counter.
 
         The large storage of the view can then be freed. The copy is offloaded only if the view requires a
-        gradient. A view that does not require a gradient may belong to the user's data set, or its kernel may
-        still write to the view.
+        gradient. A view that does not require a gradient may belong to the user's data set, or a running
+        kernel may still write to the view.
         """
         capture, view, nbytes = self.capture, views.view_of(local), local.nbytes
         if nbytes < capture.min_tensor_bytes or not tensor.requires_grad:

@@ -66,7 +66,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
     Args:
         capture: The session's capture.
         key: The run of the layer.
-        verifier: Collects the results of comparisons of the first and the second output of each call.
+        verifier: Collects the result of each comparison of the first and the second output of a call.
         when_slow: Whether activations may stay in memory when the in-flight window is full.
     """
 

@@ -54,7 +54,7 @@ class PrefetchSchedule:
         self._next, self._last, self._pass = 0, -1, 0
 
     def abandon_step(self) -> None:
-        """Discard the records of a failed step. The next step has the same expected order as that step."""
+        """Discard the records of a failed step. The expected order stays the same for the next step."""
         self._refs.clear()
         self._new.clear()
         self._recorded = self._expected
@@ -107,7 +107,7 @@ class PrefetchSchedule:
         """Add the storages that were saved since backward last used an activation.
 
         With several micro-batches, prefetch skips activations that are not saved yet. When a skipped
-        activation is saved, prefetch returns to its position.
+        activation is saved, prefetch returns to the position of this activation.
         """
         if self._in_backward:
             self._in_backward = False
@@ -142,7 +142,8 @@ class PrefetchSchedule:
     def _insert_unexpected(self) -> None:
         """Insert activations without a recorded position into the expected order.
 
-        Backward runs in reverse, so an activation comes after the activation that its micro-batch saved next.
+        Backward uses the activations of a micro-batch in the reverse order of saving. An activation is
+        therefore inserted after the activation that the same micro-batch saved next.
         """
         placed = [((place, 0), expected) for place, expected in enumerate(self._expected)]
         later: dict[int, int] = {}  # for each micro-batch, the position of the activation that was saved next

@@ -3,8 +3,8 @@
 ``torch.compile`` ends its graph at an attached layer, and starts a new graph after the layer returns. The
 layer's own forward becomes a separate graph. The compiler's hook into the Python interpreter, here called the
 tracer, is off in the session's code and on in the layer's own forward. In backward, the tracer is off. When
-backward recomputes a layer, the tracer of the first run is set again, because a layer that is not compiled
-may give other bits.
+backward recomputes a layer, the tracer of the first run is set again, because compiled and
+uncompiled runs may give different bits.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Site:
 
     A module hook would not run after a ``KeyboardInterrupt``, but the ``finally`` block of a replaced forward
     does. A session belongs to one model, so copies and pickles of the layer get the layer's own forward.
-    Copies that ``nn.DataParallel`` and meta-learning make share the attributes of the layer, including its
-    ``Site``. Only the calling frame shows whether the layer or a copy is called.
+    Copies that ``nn.DataParallel`` or a meta-learning package makes share the attributes of the layer,
+    including its ``Site``. Only the calling frame shows whether the layer or a copy is called.
 
     Args:
         layer: The layer.
@@ -104,7 +104,7 @@ class Site:
             switch_tracer(tracer)
 
     def _copy_in(self, caller: FrameType) -> nn.Module | None:
-        """Return the called module if this module is a copy of the layer; ``None`` for the layer itself."""
+        """Return the module that was called, if it is a copy of the layer; ``None`` for the layer itself."""
         called = caller.f_locals.get("self") if caller.f_code.co_filename == CALLS else None
         layer = self.layer.module
         is_copy = called is not layer and type(called) is type(layer) and self.is_method

@@ -25,8 +25,8 @@ class ScopeKey(NamedTuple):
 
     Attributes:
         layer: Global index of the layer, from 0.
-        micro_batch: Number of the micro-batch in the framework. Without this number, a count of the layer's
-            runs in the step, from 0.
+        micro_batch: Number of the micro-batch in the framework. If the framework sets no number, a count
+            of the layer's runs in the step, from 0.
         chunk: Index of the model chunk in an interleaved pipeline.
         name: Module name of the layer.
     """
@@ -74,7 +74,7 @@ class ScopeTimes(NamedTuple):
 
 
 class StepTimes(NamedTuple):
-    """The times of one step by one clock in seconds. Only differences between times are meaningful.
+    """The times of one step in seconds, all by the same clock. Only differences between times are meaningful.
 
     Attributes:
         began: Start of the step.
@@ -95,9 +95,9 @@ class StepTimes(NamedTuple):
 class ActivationTrace:
     """A storage that a scope saved. All times are host times.
 
-    A step has too many activations for marks on the device. On an accelerator, the host times show the order
-    of the activations in a scope. The host times also show roughly how much of the scope's work comes before
-    each activation.
+    A step has too many activations to record a mark on the device for each. On an accelerator, the host times
+    show the order of the activations in a scope. The host times also show roughly how much of the scope's
+    work comes before each activation.
     """
 
     key: ActivationKey
@@ -149,14 +149,14 @@ class StepTrace:
             rebuilds saved tensors from these tensors.
         kept_bytes: Bytes of saved tensors that stayed in memory, except parameters and buffers. A tensor
             stays in memory if it is too small, if its kind cannot be offloaded, or if another reference holds
-            the tensor. The plan may also keep a tensor, and so may a drive that is too slow. Layers placed
-            ``keep`` are not counted.
+            the tensor. A tensor also stays in memory if the plan keeps the tensor, or if the drive is too
+            slow. Layers placed ``keep`` are not counted.
         deduplicated_bytes: Bytes of saved tensors whose storage was already saved in this step.
         rebuilt_bytes: Bytes of activations that placement ``offload-remat`` computes again.
         left_alone: Number of scopes that were not captured. In these scopes, other code had set saved-tensor
             hooks, or a transform of ``torch.func`` forbade hooks.
-        backward_seconds: Total seconds of the backward passes. Each pass counts from its first scope to the
-            end of the graph.
+        backward_seconds: Total seconds of the backward passes. The time of a pass is from its first scope
+            to the end of the graph.
         backward_ends: Times at which the backward passes ended.
         device: The accelerator on which marks are recorded; ``None`` if no marks are recorded.
         marks: Marks on the device at the start and end of the step.
@@ -234,7 +234,7 @@ class StepTrace:
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward pass has begun but not ended. True also after an exception in backward."""
+        """Whether a backward pass has begun but not ended, for example because of an exception."""
         return self._backward_began is not None
 
     def whole_scopes(self) -> list[ScopeTrace]:

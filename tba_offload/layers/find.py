@@ -209,8 +209,8 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
 def explicit_layers(model: nn.Module | Sequence[nn.Module], modules: Sequence[nn.Module]) -> LayerStack:
     """Return the given modules as layers, numbered in the given order.
 
-    A module may be listed several times because its weights are shared. This module is one layer that runs
-    several times.
+    A module that is listed several times, because its weights are shared, is one layer that runs several
+    times.
 
     Args:
         model: The model, or the chunks of an interleaved pipeline.

@@ -34,7 +34,7 @@ class TooManyError(Exception):
 def modules_in(layer: torch.nn.Module) -> list[torch.nn.Module]:
     """Return a module and all its submodules, without duplicates and in a reproducible order.
 
-    This function runs for each run of a layer, and takes less than half the time of ``module.modules()``.
+    This function is called in each run of a layer, and takes less than half the time of ``module.modules()``.
     """
     found = {layer: None}
     waiting = [layer]

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CPU = "--cpu"
-"""Option that trains on a CPU with gloo, for tests. This option must be the first argument."""
+"""Option for tests that trains on a CPU with the ``gloo`` backend. The option must be the first argument."""
 
 _REMEDIES = dict.fromkeys(("psutil", "regex", "six", "tensorboard"), "'tba-offload[scripts]'") | {
     "triton": "triton"
 }
-"""Packages that training scripts of some Megatron-LM releases import, each with an argument for ``pip
-install``."""
+"""Packages that training scripts of some Megatron-LM releases import, each with the name to
+pass to ``pip install``."""
 
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 """Environment variables for training in one process. For several processes, torchrun sets these variables."""

@@ -141,7 +141,7 @@ def follow(child: Any, states: OptimizerStates) -> None:
 
 
 def _make_states_one_by_one(child: Any, states: OptimizerStates) -> None:
-    """Before a checkpoint is loaded, create the states of one parameter at a time and offload them at once.
+    """Before a checkpoint is loaded, create and offload the states of one parameter after another.
 
     Megatron would create the states of all parameters together, which needs much memory.
     """
@@ -246,7 +246,7 @@ def _follow_copies(child: Any, states: OptimizerStates) -> None:
 
 @contextmanager
 def _narrowed(child: Any, masters: AbstractSet[torch.Tensor | None]) -> Iterator[None]:
-    """Within the block, let an optimizer see only some masters and their parameters."""
+    """Within the ``with`` block, let an optimizer see only some masters and their parameters."""
     names = _groups_of(child) or ()
     whole = [getattr(child, name) for name in names]
     pairs = [[p for p in zip(*groups, strict=True) if p[1] in masters] for groups in zip(*whole, strict=True)]

@@ -40,7 +40,7 @@ of another package only after that package is imported."""
 
 
 class AttentionOnce:
-    """The forward of one run of a layer, which also recomputes the layer.
+    """Callable for one run of a layer, in forward and in each recomputation.
 
     The first call computes attention. Later calls, which recompute the layer, reuse the output of attention.
 
@@ -105,7 +105,7 @@ arguments are the operation, and a function that runs the original kernel."""
 
 @contextmanager
 def _attention_replaced(instead: Callable[[Any, Callable[[], Any]], Any] | None) -> Iterator[None]:
-    """Replace attention on this thread within a block. ``None`` restores the original attention."""
+    """Replace attention on this thread in the ``with`` block. ``None`` restores the original attention."""
     before, _thread.instead = getattr(_thread, "instead", None), instead
     try:
         yield

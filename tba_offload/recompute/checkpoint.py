@@ -404,7 +404,7 @@ class Trial(_Execution):
 
     @contextmanager
     def _judged(self) -> Iterator[None]:
-        """Record an error inside the block, also an error of the layer's own code, as a failed trial."""
+        """Record any error in the ``with`` block as a failed trial, including errors of the layer's code."""
         try:
             yield
         except Exception as error:

@@ -1,4 +1,4 @@
-"""A search for side effects of a layer's first run, once for each combination of training flags.
+"""Search for side effects in the first run of a layer with each combination of training flags.
 
 A recomputation restores random generators, and the attributes that the second run sets on modules of the
 layer. A recomputation also restores small buffers that forward changes in place, such as running statistics.
@@ -74,7 +74,7 @@ def values_of(states: Iterable[State]) -> States:
 
 @contextlib.contextmanager
 def in_force(wanted: States) -> Iterator[None]:
-    """Set states to the wanted values within the block, and restore the previous values at its end."""
+    """Set states to the wanted values, and restore the previous values at the end of the ``with`` block."""
     present = values_of(wanted)
     _put(wanted, present)
     try:
@@ -207,7 +207,7 @@ def impure(layer: str, changes: Sequence[str]) -> TbaError:
 
 @contextlib.contextmanager
 def state_kept(layer: str, module: nn.Module) -> Iterator[None]:
-    """Restore the attributes and buffers of a layer after the block. The block is a second run of the layer.
+    """Restore the attributes and buffers of a layer after its second run, which is in the ``with`` block.
 
     Raises:
         UnsupportedError: The second run changed a tensor in place.

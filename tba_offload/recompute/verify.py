@@ -5,9 +5,9 @@ is kept. At the end of the second run, the two digests are compared on the devic
 the tensors of the second run. The result of the comparison is one flag, which is read before the optimizer's
 step.
 
-In the first three steps of a layer, every saved tensor is read. A change of the placement or of the training
-flags starts three steps anew. Later steps read the last tensor and one eighth of the other tensors. See
-:meth:`Verifier.part`.
+In the first three steps of a layer, every saved tensor is read. After a change
+of the placement or of the training flags, three more steps read every saved tensor. Later steps read the last
+tensor and one eighth of the other tensors. See :meth:`Verifier.part`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _WHOLE_STEPS = 3
-"""Number of steps at the start of each mode of a layer in which every saved tensor is read."""
+"""For each mode of a layer, the number of first steps in which every saved tensor is read."""
 
 _PARTS = 8
-"""Number of parts of the saved tensors. After the first :data:`_WHOLE_STEPS`, each step reads one part."""
+"""Number of parts into which the saved tensors are divided.
+
+After the first :data:`_WHOLE_STEPS` steps, each step reads one part.
+"""
 
 OTHER = "its second run gave other numbers than the first"
 
@@ -73,7 +76,7 @@ class Verifier:
     """The results of all comparisons in one session.
 
     On an accelerator, the result of a comparison is read before the next step of an optimizer. On a CPU, the
-    result is read at once.
+    result is read immediately.
 
     Args:
         report: Function that is called with a message if a class of layers cannot be recomputed.

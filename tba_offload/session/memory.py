@@ -55,7 +55,9 @@ The limit keeps the line of the timeline in the run log below a few MiB.
 
 
 class Memory:
-    """Memory measurements of the open step. Activations are the live bytes above those at the step's start.
+    """Memory measurements of the open step.
+
+    The bytes of activations are the live bytes minus the live bytes at the start of the step.
 
     Args:
         session: The session. ``Memory`` keeps no reference to the session.

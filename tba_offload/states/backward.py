@@ -162,7 +162,7 @@ class BackwardUpdates(Updates):
         Nodes that contributed to the gradient have already released the parameter. A later node may still
         hold the parameter, for example if another layer uses the weight through ``.data``. After an update,
         this node would read the new value. If more tensors use the parameter's memory than at the end of
-        earlier passes, a later node holds the parameter. In the first pass, a later use is assumed.
+        earlier passes, a later node holds the parameter. In the first pass, this method assumes a later use.
         """
         if _references_to(parameter) > self._references.get(parameter, 0):
             self._read_later.add(parameter)

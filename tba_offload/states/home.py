@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tba_offload.store.multi import MultiStore
 
 PART = 8 * 2**20
-"""Size of one extent in bytes. A sub-group has several extents for each drive and each thread."""
+"""Size of one extent in bytes. Several threads transfer the extents of a sub-group in parallel."""
 
 HOST_PART = 64 * 2**20
 """Size of one extent in bytes if the store is host memory.

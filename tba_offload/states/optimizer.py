@@ -192,8 +192,8 @@ class OptimizerStates:
     def close(self, *, bring_back: bool = True) -> None:
         """Bring the states back into memory, and restore the optimizer.
 
-        A second call does nothing. If Ctrl-C interrupted the first call, a second call brings back the other
-        states.
+        A second call does nothing. If Ctrl-C interrupted the first call, a second call brings back the
+        remaining states.
 
         Args:
             bring_back: Whether to bring the states back. If False, the optimizer cannot be used any more.

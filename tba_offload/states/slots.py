@@ -221,7 +221,7 @@ class Slots:
         self._of[group] = slot
 
     def _slot(self, group: SubGroup, among: Sequence[Slot], most: int = SLOTS) -> Slot:
-        """Return a new slot if there is room. Otherwise, empty the slot whose sub-group is needed last."""
+        """Return a new slot if there is room. Otherwise, empty and return the slot that is needed last."""
         if self._has_room(group, most):
             return Slot(group.nbytes, self._homes)
         slot = max(self._large_enough(group, among) or among, key=lambda slot: self._next_use(slot.holder))
