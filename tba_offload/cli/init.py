@@ -38,8 +38,8 @@ def init(directories: tuple[Path, ...], output: Path, *, force: bool) -> None:
 
     With this policy, the planner chooses the fastest placements that fit the device.
 
-    DIR is a directory on a drive. Name one directory for each drive. The default is each mounted NVMe drive
-    on which you may write. Without NVMe drives, the default is the directory for temporary files. To measure
+    DIR is a directory on a drive. Name one directory for each drive. The default is every mounted NVMe drive
+    to which you may write. Without NVMe drives, the default is the directory for temporary files. To measure
     drives, use tba-offload doctor.
     """
     must_be_new(output, force=force)

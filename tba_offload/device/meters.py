@@ -166,8 +166,8 @@ is longer than both limits, the samples may have missed the peak."""
 WASTED = 1.1, 4 * 2**20
 """Factor and number of bytes that limit the memory that malloc holds.
 
-This memory may grow by the growth of the live bytes times the factor, plus the number of bytes. If the limit
-is exceeded, malloc is set to return freed memory to the system.
+If the live bytes grow by n bytes, this memory may grow by n times the factor, plus the number of bytes. If
+the limit is exceeded, malloc is set to return freed memory to the system.
 """
 
 

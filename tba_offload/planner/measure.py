@@ -379,7 +379,7 @@ def _fraction(when: float, interval: tuple[float, float]) -> float:
 
 
 def with_beside(profile: StepProfile, seen: SeenBeside, placements: Sequence[Placement]) -> StepProfile:
-    """Return the profile with the measured memory beside activations for each kind of layer.
+    """Return the profile with the measured memory other than activations, for each kind of layer.
 
     A measurement includes the bytes that the running layer keeps or recomputes. The simulator adds these
     bytes itself, so this function subtracts the bytes from the measurement.

@@ -84,7 +84,7 @@ class LayerKind:
         small_bytes: Bytes of tensors that are too small to offload.
         input_bytes: Bytes of the layer's input, which stay in memory if the layer is recomputed.
         attention_bytes: Bytes of the output of the layer's fused attention; ``None`` if unknown.
-        beside: Memory beside activations; ``None`` if memory was never measured.
+        beside: Memory other than activations; ``None`` if memory was never measured.
         sources: Activations that ``offload-remat`` offloads only in order to rebuild other activations.
     """
 
@@ -375,14 +375,15 @@ class Prediction:
     Attributes:
         seconds: Duration of the step.
         stall_seconds: Seconds in which compute waits for I/O.
-        peak_bytes: Largest use of the budget in bytes, including memory beside activations and the headroom.
-            Activations in memory that is reserved for later gradients are not counted.
+        peak_bytes: Largest use of the budget in bytes, including the headroom and memory other than
+            activations. Activations in memory that is reserved for later gradients are not counted.
         written_bytes: Bytes written to drives.
-        activation_peak: Largest use of memory in bytes, including memory beside activations and the headroom.
+        activation_peak: Largest use of memory in bytes, including the headroom and memory other than
+            activations.
         held_bytes: Largest use of the budget in bytes, without bytes in flight.
         forwarded_bytes: Bytes of offloaded layers that backward found in memory.
-        sent_bytes: Largest number of bytes that the step may write to drives: the bytes written if backward
-            finds no offloaded bytes in memory.
+        sent_bytes: Upper bound of ``written_bytes``: the bytes written if backward finds no offloaded bytes
+            in memory.
         host_bytes: Bytes written to host memory, if host memory is used in addition to drives.
     """
 

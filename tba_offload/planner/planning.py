@@ -277,7 +277,7 @@ class Swappable(Protocol):
 
 
 class ResidentData:
-    """Choice of the optimizer states and frozen weights that stay on the device beside activations.
+    """Choice of the optimizer states and frozen weights that stay on the device during training.
 
     Before the first plan, all states and weights are offloaded. After each step under a plan, the class keeps
     as many states and weights on the device as the remaining memory allows.

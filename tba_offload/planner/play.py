@@ -83,7 +83,7 @@ class LayerUnder(NamedTuple):
         after: Bytes that stay in memory from the end of forward.
         left: Bytes that stay in memory until the end of backward.
         again: Bytes that the layer saves when it is recomputed; 0 without recomputation.
-        beside: Bytes of memory beside activations, in forward and in backward.
+        beside: Bytes of memory other than activations, in forward and in backward.
     """
 
     way: Placement

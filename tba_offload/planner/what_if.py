@@ -50,9 +50,9 @@ class Situation:
         elsewhere: Layers of other processes, such as other pipeline stages, and their placements.
         not_recomputed: Indices of the layers that must not be recomputed. A recomputation of these layers, or
             of other layers of the same kind, gave other results.
-        beside: Bytes on the device beside activations: live bytes before a step, and the largest number of
-            gradient bytes at one time; ``None`` if not measured. Offloaded optimizer states are not counted,
-            except sub-groups in use.
+        beside: Bytes on the device other than activations: live bytes before a step, and the largest number
+            of gradient bytes at one time; ``None`` if not measured. Offloaded optimizer states are not
+            counted, except sub-groups in use.
     """
 
     names: tuple[str, ...]
@@ -140,8 +140,8 @@ class Situation:
         If the run offloads optimizer states, the result assumes that all states are offloaded.
 
         Raises:
-            ConfigError: No memory is left for activations, or the run log does not have the bytes beside
-                activations.
+            ConfigError: The device has no memory left for activations, or the run log has no measurement of
+                the other memory.
         """
         if self.beside is None:
             raise ConfigError(
@@ -287,7 +287,7 @@ def _as_measured(
 
 
 def _beside_activations(steps: Sequence[StepRecord], updates: Sequence[Any]) -> tuple[int, int] | None:
-    """Return the largest live bytes before a step, with new optimizer states, and the largest gradient bytes.
+    """Return the largest live bytes before a step, plus new optimizer states, and the largest gradient bytes.
 
     If states are offloaded, the live bytes come from the last step, and states are not counted. The number of
     states on the device may change from step to step.

@@ -108,10 +108,10 @@ class RunHeader:
         return self.title_without()
 
     def title_without(self, *names: str) -> str:
-        """Return the title without some facts.
+        """Return the title without the facts in ``names``.
 
         Args:
-            names: Names of these facts, for example ``"sequence"``.
+            names: Names of facts to leave out, for example ``"sequence"``.
         """
         facts = {**self.model, **self.hardware}
         shown = [name for name in _TITLE if name not in names and facts.get(name)]

@@ -102,7 +102,7 @@ class Finding:
 
     Attributes:
         cause: Short name of the cause, for use in programs.
-        nbytes: Number of bytes that the change frees at the peak; 0 for memory of earlier steps.
+        nbytes: Number of bytes that the change frees at the peak; 0 if the bytes belong to an earlier step.
         saves: Number of bytes by which the change lowers the peak.
         what: Description of the cause.
         change: Description of the change.
@@ -340,7 +340,7 @@ def _held_elsewhere(seen: Diagnosis, _: MemoryEvent) -> Iterator[Cause]:
 def _known_elsewhere(seen: Diagnosis) -> int:
     """Return the bytes that references outside autograd keep in memory.
 
-    The first step writes these tensors without freeing memory. Later steps keep the tensors in memory.
+    The first step writes these tensors without freeing memory. Later steps do not write these tensors.
     """
     return max(step.held_bytes for step in seen.log.steps)
 

@@ -52,7 +52,7 @@ _SMALL_BLOCKS, _KEEPS_DIRECT = (512, BLOCK), ("ext4", "xfs")
 
 
 class FileStore(Store):
-    """A store in one unlinked file, which system calls write and read.
+    """A store in one unlinked file that is written and read by system calls.
 
     The file is unlinked as soon as it is created. The kernel frees the blocks of the file when the last
     descriptor is closed, even if the process is killed.
@@ -152,7 +152,8 @@ class FileStore(Store):
         """Split an extent into pieces that fit into a staging slab. Each running transfer has its own slab.
 
         Yields:
-            The piece in the slab and in memory, and the address, length and file offset of the I/O call.
+            The bytes of the piece in the slab, the same bytes in memory, and the address, length and file
+            offset of the I/O call.
         """
         try:
             slab = self._slabs.pop()

@@ -135,7 +135,7 @@ def import_kvikio() -> Any:
 
 
 def _path_of(kvikio: Any) -> tuple[str, str | None]:
-    """Return the name of the I/O path, and why the path is not GDS; ``None`` for GDS."""
+    """Return the name of the I/O path, and the reason why the path is not GDS; ``None`` if it is GDS."""
     if not kvikio.cufile_driver.get("is_gds_available"):
         return (
             "cuFile compatibility",

@@ -49,16 +49,16 @@ WARN_AFTER = 0.1
 
 
 class MultiStore:
-    """A store that combines several stores. Each store has its own threads, extents, load and health.
+    """A store that combines several stores. Each store has its own I/O threads and extents.
 
-    A write goes to one store that takes writes and has room. If there are drives and host memory,
+    Each write goes to one store that takes writes and has room. If there are drives and host memory,
     :func:`tba_offload.planner.window.is_for_host` chooses between drives and host memory. Among several
     drives, the write goes to the drive with the shortest estimated time. The estimate counts the bytes that a
     drive holds and the bytes that are queued for the drive.
 
-    If a write fails, its drive takes no writes for a pause, and all queued writes to the drive fail. After
-    the pause, one write tries the drive again. Each failure doubles the pause. If a drive is full, a write
-    fails when the store's file on the drive has to grow.
+    If a write fails, all queued writes to the same drive fail too, and the drive takes no writes during a
+    pause. After the pause, one write tries the drive again. Each failure doubles the pause. If a drive is
+    full, a write fails when the store's file on the drive has to grow.
 
     Args:
         stores: At least one store. Closing the :class:`MultiStore` closes all stores. If the first store is
@@ -74,7 +74,7 @@ class MultiStore:
         spill_bytes: Limit of the bytes that wait for drives. Above the limit, writes go to host memory. If
             writes go to host memory first, the limit also applies to the bytes that wait for host memory.
         alignment: The largest alignment of the stores, which is valid for all stores.
-        kind: Kinds of the stores.
+        kind: The kinds of the stores, joined by ``+``.
         beside: Index of the host memory if there are both drives and host memory, else ``None``.
 
     Raises:

@@ -44,7 +44,7 @@ processor.
 
 
 class Place:
-    """One store of a :class:`MultiStore`, with I/O threads, extents, load and health.
+    """One store of a :class:`MultiStore`, with its I/O threads, extents, load and failures.
 
     A place is a drive or host memory. Most methods are called with the lock of the :class:`MultiStore` held.
     :meth:`grow`, :meth:`trim` and :meth:`close` are called without the lock, because these methods may wait

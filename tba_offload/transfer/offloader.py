@@ -92,8 +92,8 @@ class Offloader:
             key: Name of the activation.
             at_once: Whether to queue all pending writes as soon as these writes fill a batch. By default,
                 the latest writes stay pending, because backward uses the latest storages first.
-            is_filling: Whether an operation may still write to the storage. The write to the store does not
-                start until the caller resets :attr:`SavedStorage.is_filling`.
+            is_filling: Whether the operation that saves the tensor may still write to the storage. The write
+                to the store does not start until the caller resets :attr:`SavedStorage.is_filling`.
 
         Raises:
             TransferError: The window is full, and a drive does not answer or a transfer has failed.

@@ -89,12 +89,12 @@ class SavedStorage:
             alignment.
         state: State of the storage.
         stream: The stream that produced the bytes or, after a read, the stream of the restored memory.
-        is_filling: Whether an operation may still write to the storage.
+        is_filling: Whether the operation that saves the tensor may still write to the storage.
         is_restored: Whether ``alive`` refers to restored memory.
         was_used: Whether backward has used the storage.
         was_held: Whether another reference kept the memory alive until the first use.
         first_waits: Whether the first handle is still unused; ``None`` before the first handle exists.
-        unread: Weak reference to the :class:`Unread` of the unused handles after the first handle.
+        unread: Weak reference to the :class:`Unread` that all unused handles except the first handle share.
         ref: Weak reference to this object, for the offloader's lists.
         source: Weak reference to the storage that autograd saved. For a dense copy, ``source`` and ``alive``
             differ.
