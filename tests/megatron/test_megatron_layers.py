@@ -18,7 +18,7 @@ from tba_lab.gpt import GptShape, build_gpt, gpt_loss, random_batch
 from tba_lab.megatron_cpu import single_process
 from tba_offload.config.policy import LayerId
 from tba_offload.errors import UnsupportedError
-from tba_offload.megatron.layers import find_stack, is_megatron, shorten
+from tba_offload.megatron.layers import find_stack, is_megatron
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,14 +116,6 @@ def test_layers_that_predict_further_tokens_are_found() -> None:
     assert [id_.name for id_ in ids[:3]] == [f"decoder.layers.{number}" for number in range(3)]
     assert [id_.name.rpartition(".")[0] for id_ in ids[3:]] == ["mtp.layers.0", "mtp.layers.1"]
     assert len({(id_.stack, id_.number) for id_ in ids}) == 5
-
-
-def test_stacks_are_named_where_numbers_of_any_rank_are_ambiguous() -> None:
-    """One pipeline stage has the encoder only, another the decoder only."""
-    encoder = [LayerId(number, f"encoder.layers.{number}", "encoder") for number in range(2)]
-    decoder = [LayerId(number, f"decoder.layers.{number}", "decoder") for number in range(2)]
-    assert shorten(encoder, encoder + decoder) == encoder
-    assert shorten(decoder[:1], decoder) == [LayerId(0, "decoder.layers.0")]
 
 
 def spoil(layer: Any) -> None:

@@ -77,10 +77,6 @@ class Direction:
         """Fails all from now on, each with an error of its own: one that is kept keeps what callers hold."""
         self._make_error = make_error
 
-    def recover(self) -> None:
-        """Ends :meth:`fail_with`."""
-        self._make_error = None
-
     @contextmanager
     def under_way(self, nbytes: int) -> Iterator[None]:
         """Around one transfer, on the thread that does it."""

@@ -56,7 +56,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _unknown(self, tree: object) -> Iterator[torch.UntypedStorage]:
         for leaf in tree_leaves(tree):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and not leaf.is_meta:
                 storage = leaf.untyped_storage()
                 known = self._storages.get(storage._cdata)
                 if known is None or known() is not storage:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from harness import quiesce
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -156,19 +155,6 @@ class History:
 
     def tensors(self) -> Iterator[Tensor]:
         yield from (*self.losses, *self.gradients, *self.parameters, *self.random_states)
-
-
-def all_written(
-    session: Session, loss: Callable[[nn.Module, int], Tensor] = numbered_loss
-) -> Callable[[nn.Module, int], Tensor]:
-    """The loss, behind which nothing is still to be written, however busy the machine is."""
-
-    def settled(model: nn.Module, number: int) -> Tensor:
-        found = loss(model, number)
-        quiesce(session.offloader)
-        return found
-
-    return settled
 
 
 def train(

@@ -73,32 +73,3 @@ def logged(path: Path, *events: dict[str, Any], **header: Any) -> Path:
     with path.open("a") as file:
         file.write("".join(json.dumps(each) + "\n" for each in events))
     return path
-
-
-def plan_event() -> dict[str, Any]:
-    """A plan for two layers, from which a plan can be made anew."""
-    return {
-        "event": "plan",
-        "names": ["layers.0", "layers.1"],
-        "profile": {
-            "kinds": [
-                {
-                    "activations": [[2**20, 0.5, 0.5], [2**16, 0.9, 0.1, True]],
-                    "small_bytes": 100,
-                    "input_bytes": 2**18,
-                    "attention_bytes": None,
-                    "beside": None,
-                }
-            ],
-            "layers": [0, 0],
-            "timings": [{"offload": [[0.5, 1.0]], "keep": [[0.5, 1.0]]}],
-            "slots": [[0, 0, False, 0.0], [1, 0, False, 0.0], [1, 0, True, 0.1], [0, 0, True, 0.0]],
-            "tail": 0.1,
-            "loss_bytes": 0,
-            "headroom": 2**18,
-        },
-        "policy": ["auto", "auto"],
-        "plan": {"placements": ["offload", "offload"], "window": 2**20},
-        "drive": {"write": 1e8, "read": 1e8, "capacity": None},
-        "limits": {"budget": None, "window": 2**20},
-    }

@@ -19,14 +19,12 @@ from blocks import (
     Net,
     assert_same,
     assert_transparent,
-    backward_twice,
     forward_backward,
     gradients,
     make_input,
     make_net,
     run,
 )
-from covering import in_turn
 from harness import KIB, assert_all_given_back, quiesce, session_for
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
@@ -38,7 +36,6 @@ from tba_offload.errors import RecomputationError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tba_offload.report.log import StepRecord
     from tba_offload.session import Session
 
 INPUTS = tba.Placement.RECOMPUTE_OFFLOAD
@@ -52,14 +49,6 @@ dropping = partial(Block, partial(F.dropout, p=0.2))
 
 def gated(h: Tensor) -> Tensor:
     return F.silu(h) * h
-
-
-MADE_AGAIN: dict[str, Any] = {INPUTS: dropping, "offload-remat": partial(Block, gated)}
-"""Placements that write a part and compute another part again, and layers where both are much."""
-
-
-def is_made_again(record: StepRecord) -> bool:
-    return record.recomputed_scopes == record.scopes or record.rebuilt_bytes > 0
 
 
 def assert_no_hooks() -> None:
@@ -169,16 +158,6 @@ def test_inputs_are_freed_however_they_were_given() -> None:
         loss = decoder(torch.randn(ROWS, WIDTH)).sum()
         assert None not in [storage() for storage in decoder.given]
         loss.backward()
-
-
-# Graphs and schedules
-
-
-@pytest.mark.parametrize(("default", "settled"), in_turn(list(MADE_AGAIN), [True, False]))
-def test_a_graph_that_is_used_twice(default: str, *, settled: bool) -> None:
-    block = MADE_AGAIN[default]
-    records = assert_transparent(backward_twice, block, default=default, in_flight=ONE, settled=settled)
-    assert all(map(is_made_again, records))
 
 
 # Checkpoints of the program

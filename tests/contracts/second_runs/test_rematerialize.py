@@ -24,9 +24,8 @@ from blocks import (
     plain,
     run,
 )
-from harness import KIB, assert_all_given_back, quiesce, session_for
+from harness import assert_all_given_back, quiesce
 from later import Later
-from models import all_written, assert_same_history, loss_of, make_model, make_tokens, train
 from torch import Tensor, nn
 
 from tba_offload.errors import RecomputationError, SavedTensorModifiedError
@@ -173,28 +172,6 @@ def test_neither_arguments_nor_outputs_stay_between_forward_and_backward() -> No
         gc.collect()
         assert alive() == 0
         assert_all_given_back(session)
-
-
-# Precision
-
-
-@pytest.mark.parametrize("kind", ["gpt", "llama"])
-def test_casts_of_autocast_are_made_again(kind: str) -> None:
-    """Those of outputs of norms, and those of weights."""
-
-    def loss(model: nn.Module, number: int) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return loss_of(model, make_tokens(number))
-
-    expected = train(make_model(kind, layers=2, dropout=0.1), loss=loss)
-    written = {}
-    for default in ("offload", "offload-remat"):
-        model = make_model(kind, layers=2, dropout=0.1)
-        with session_for(model, default=default, in_flight=256 * KIB) as session:
-            assert_same_history(train(model, session, loss=all_written(session, loss)), expected)
-            assert_all_given_back(session)
-            written[default] = session.records[0].offloaded_bytes
-    assert written["offload-remat"] < 0.7 * written["offload"]
 
 
 # What is refused

@@ -301,17 +301,3 @@ def test_a_checkpoint_that_is_loaded_in_the_middle(of: str, tmp_path: Path) -> N
         for training in (found, expected):
             training.optimizer.load_state_dict(copied(saved))
         train(found, expected, 4, 5)
-
-
-@pytest.mark.parametrize("placement", ["offload", "recompute"])
-def test_activations_and_states_together(placement: str, tmp_path: Path) -> None:
-    found, expected = pair("adamw")
-    settings = policy(tmp_path, default=placement, min_tensor_bytes=0)
-    layers = list(found.model.layers)
-    with tba.attach(found.model, settings, layers=layers, optimizer=found.optimizer) as session:
-        train(found, expected, 0, 1, 2, 3)
-        assert_same(found, expected)
-        assert session.states[0].records[-1].written_bytes > 0
-        assert len(session.records) == 4
-    train(found, expected, 5)
-    assert_same(found, expected)

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from live_bytes import ResizedBytes, nbytes_of
-from models import assert_same_tensors, same_bits
+from models import assert_same_tensors
 from optimizers import Mixed, assert_same_state_dicts, policy
 from torch import Tensor, nn
 
 import tba_offload as tba
 from tba_offload.errors import UnsupportedError
-from tba_offload.states.groups import MASTER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -119,36 +118,6 @@ def test_a_master_that_is_away_is_the_same_object_and_takes_gradients(away: Mixe
     assert repr(master) == "<master copy of embed.weight, offloaded: (301, 48), torch.float32>"
     with pytest.raises(RuntimeError, match="the same size"):
         master.grad = torch.ones(3)
-
-
-def test_masters_are_read_and_set_while_they_are_away(tmp_path: Path) -> None:
-    found, expected = Mixed("adam"), Mixed("adam")
-    with tba.offload_optimizer(found.optimizer, policy(tmp_path), masters=found.masters) as states:
-        for training, copies in ((found, False), (expected, True)):
-            training.step(0, copies=copies)
-        for master, plain in zip(found.masters, expected.masters, strict=True):
-            if master.grad is None:
-                continue  # what is not updated is not copied
-            everything = states.read(master, master=True)
-            assert same_bits(everything.get(MASTER, master), plain)
-            assert MASTER not in states.read(master)
-            with states.setting(master):
-                master.copy_(plain * 2)
-                for key, value in expected.optimizer.state[plain].items():
-                    found.optimizer.state[master][key].copy_(value * 3)
-            plain.mul_(2)
-            for value in expected.optimizer.state[plain].values():
-                value.mul_(3)
-        for seed in (1, 2):
-            found.step(seed, copies=False)
-            expected.step(seed)
-            assert_same(found, expected)
-    assert_same_tensors(found.masters, expected.masters)
-    for training in (found, expected):
-        with states.setting(embedding_of(training)):  # as a program may go on doing when all is closed
-            embedding_of(training).zero_()
-        training.step(3)
-    assert_same(found, expected)
 
 
 # ---- settings ----------------------------------------------------------------------------------------

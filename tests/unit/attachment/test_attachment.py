@@ -14,7 +14,7 @@ from later import Later
 from models import Model, loss_of, make_model, make_tokens, one_step, same_bits
 
 import tba_offload as tba
-from tba_offload.errors import NoEffectWarning, NothingSavedWarning
+from tba_offload.errors import NothingSavedWarning
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,15 +74,6 @@ def warned(config: object, **arguments: Any) -> list[warnings.WarningMessage]:
         placed(make_model(layers=LAYERS), config, **arguments)
     assert {warning.filename for warning in caught} <= {__file__}
     return caught
-
-
-@pytest.mark.parametrize("placement", ["offload", "recompute-offload"])
-def test_a_budget_above_the_limit_of_bytes_in_flight(placement: str, tmp_path: Path) -> None:
-    path = tmp_path / "policy.yaml"
-    path.write_text(f"default: {placement}\nbudget:\n  activation_bytes: 2GiB\n")
-    # That the directory for temporary files may lie in memory is another matter.
-    (said,) = [str(each.message) for each in warned(path) if each.category is NoEffectWarning]
-    assert f"{path}:3: budget.activation_bytes: has no effect" in said
 
 
 def test_host_memory_saves_nothing_of_a_model_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,8 +29,6 @@ from tba_offload import (
 from tba_offload.config import SCHEMA_URL, parse_size, policy_schema, read_config
 
 GIB = 2**30
-TOP_KEYS = "default, layers, budget, store, states, weights, on_full, on_slow, min_tensor_bytes"
-PLACEMENTS = ", ".join([*Placement, "offload-N%"])
 LAYERS = [LayerId(number, f"layers.{number}") for number in range(4)]
 
 FULL = """\
@@ -150,9 +148,7 @@ def test_any_configuration_survives_yaml_and_follows_the_schema(config: OffloadC
 
 
 WRONG_VALUES = r"""
-\ndefault: no => 2: default: must be one of {PLACEMENTS}, not 'no'
 on_full: off => 1: on_full: must be 'keep' or 'error', not 'off'
-store:\n  kind: hots => 2: store.kind: must be 'auto', 'gds', 'file' or 'host', not 'hots'
 store: {capacity: 4095B} => 1: store.capacity: must be 4096 or more, not 4095
 store:\n  stall_seconds: soon => 2: store.stall_seconds: 'soon' is not a time; write seconds
 store: {directories: [/a, /b], capacity: 4KiB} => 1: store.capacity: must be 4096 B or more for each of 2
@@ -160,9 +156,7 @@ store:\n  readers: 0 => 2: store.readers: must be 1 or more, not 0
 layers: {match: 1} => 1: layers: must be a list, not {'match': '1'}
 default: keep\n\nlayers: => 3: layers: has no value; write a value, or remove the line to use the default
 layers:\n- match: 3 => 2: layers[0].placement: is missing; this section needs the keys match, placement
-layers: [{placement: keep, match: 3-1}] => 1: layers[0].match: malformed match '3-1': '3-1' runs backwards
 default: keep\n\ndefault: keep => 3: default: is given twice, first in line 1; remove one of the two lines
-defautl: keep => 1: defautl: unknown key; did you mean 'default'? (the keys of this section are {TOP_KEYS})
 budget:\n  actvation_bytes: 1GiB => 2: budget.actvation_bytes: unknown key; did you mean 'activation_bytes'?
 layers: [{match: 3, placement: keep, line: 3}] => 1: layers[0].line: unknown key
 on_full: !!python/object/apply:os.getcwd [] => 1: on_full: the YAML tag 'tag:yaml.org,2002:python/object/apply
@@ -175,8 +169,6 @@ store: {kind: host, write_bytes_per_day: 1TB} => 1: store.write_bytes_per_day: h
 store: {directories: ['']} => 1: store.directories: a directory must be a path, not ''
 store: {directories: "/tmp/\0"} => 1: store.directories: a directory must be a path, not '/tmp/\x00'
 store: {directories: [/a, /b, /a/]} => 1: store.directories: '/a' is given twice; write each directory once
-states: {default: auto} => 1: states: default: auto needs budget.device_bytes
-states:\n  micro_batches: 2 => 2: states.micro_batches: has no effect with when: step
 states: {when: backward, micro_batches: two} => 1: states.micro_batches: must be a whole number, not 'two'
 states: {when: backward, update: host} => 1: states.update: 'host' needs when: step
 """
@@ -185,7 +177,6 @@ states: {when: backward, update: host} => 1: states.update: 'host' needs when: s
 @pytest.mark.parametrize("case", WRONG_VALUES.strip("\n").splitlines())
 def test_wrong_values(case: str) -> None:
     text, message = case.replace("\\n", "\n").split(" => ")
-    message = message.replace("{PLACEMENTS}", PLACEMENTS).replace("{TOP_KEYS}", TOP_KEYS)
     assert complaint(text).startswith(f"policy.yaml:{message}")
 
 

@@ -207,35 +207,24 @@ def test_gradients_that_hooks_add_up_elsewhere_end_no_step(model: Model, through
     assert_same_tensors(model.parameters(), plain.parameters())
 
 
-@pytest.mark.parametrize("taken_by", ["hooks", "autograd.grad"])
-def test_where_no_update_is_ever_seen_steps_have_to_be_told(model: Model, taken_by: str) -> None:
+def test_where_no_update_is_ever_seen_steps_have_to_be_told(model: Model) -> None:
     """Hooks as of ZeRO, which takes gradients away as soon as they are made and updates copies."""
-    parameters = list(model.parameters())
 
     def update(parameter: Tensor) -> None:
         parameter.data.sub_(parameter.grad, alpha=1e-3)  # type: ignore[arg-type]
         parameter.grad = None
 
-    def train(number: int = 0) -> None:
-        if taken_by == "hooks":
-            micro_batch(model, number)
-            return
-        gradients = torch.autograd.grad(loss_of(model, make_tokens(number)), parameters)
-        with torch.no_grad():
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.sub_(gradient, alpha=1e-3)
-
     with session_for(model) as session:  # before the hooks, or no gradient is seen at all
-        for parameter in parameters if taken_by == "hooks" else ():
+        for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(update)
         for number in range(128):
-            train(number)
+            micro_batch(model, number)
         with pytest.warns(tba.NoEffectWarning, match="no optimizer updated the model's parameters"):
-            train()
+            micro_batch(model)
         found = session.records
         assert [(record.scopes, record.skipped) for record in found] == [(128 * LAYERS, True)]
         with session.step() as step:
-            train()
+            micro_batch(model)
         assert step.record is not None
         assert (step.record.scopes, step.record.skipped) == (LAYERS, False)
 
