@@ -86,10 +86,12 @@ Layers = Sequence[LayerId] | None
 
 
 def with_depths(layers: Iterable[LayerId], everywhere: Iterable[LayerId]) -> list[LayerId]:
-    """Return the layers with the depths of their stacks. Matches such as ``last 2`` need the depths.
+    """Return the layers with ``depth`` set to the number of layers in their stack.
+
+    Matches such as ``last 2`` need ``depth``.
 
     Args:
-        layers: The layers to return with depths.
+        layers: The layers to return.
         everywhere: The layers of all ranks.
     """
     depths: dict[str | None, int] = {}

@@ -1,4 +1,4 @@
-"""Meters of a device's memory: live bytes, their peak, and the bytes that a process may still allocate.
+"""Meters of device memory: live bytes, peaks, and the bytes that a process may still allocate.
 
 A meter measures the activation peak of a step. On an accelerator, the peak comes from the statistics of the
 caching allocator. On a CPU, a meter samples glibc's count of live bytes, because malloc does not record a
@@ -63,7 +63,7 @@ class MemoryMeter:
     _COARSE = 1 / 64
     """Fraction of the peak by which the excluded bytes may grow within one period.
 
-    A period does not end for each parameter, because reading the statistics takes about 100 us on the host.
+    A period does not end at every new gradient or state, because reading the statistics takes about 100 us.
     """
 
     def __init__(self, device: torch.device, static: Callable[[], int] = lambda: 0) -> None:
@@ -319,7 +319,8 @@ def malloc_count() -> Callable[[], tuple[int, int]]:
     test.
 
     Raises:
-        UnsupportedError: The count does not grow, because of musl, glibc before 2.33, or another allocator.
+        UnsupportedError: The count does not grow: the C library is musl or glibc before 2.33, or another
+            allocator is used.
     """
     function = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if function is not None:
@@ -437,7 +438,7 @@ class LiveBytes:
     def take(self) -> tuple[int, int]:
         """Return the bytes added since the last call, and the largest number of bytes at one time.
 
-        Bytes that were added and freed again count in both numbers.
+        Bytes that were added and freed since the last call count in both numbers.
         """
         with self._lock:
             self._take_freed()

@@ -94,8 +94,7 @@ class StepObservation:
         record: The figures of the step in the run log.
         began: Start of the step, by :func:`time.perf_counter`.
         beside: Memory use without saved activations; ``None`` if not measured.
-        on_device: Function that returns the times of the step by the clock of an asynchronous device;
-            ``None`` for other devices.
+        on_device: Function that returns the times of the step by the device's clock; ``None`` on a CPU.
         not_recomputed: Indices of the layers that must not be recomputed.
     """
 

@@ -160,8 +160,8 @@ class Planning:
 SECOND = 2
 """Number of the first step whose gradients are counted.
 
-In the first step, the number of backward passes before the update is unknown. Therefore an optimizer cannot
-free gradients during the last backward pass.
+In the first step, the optimizer cannot free gradients during the last backward pass, because the number of
+backward passes is unknown.
 """
 
 

@@ -406,7 +406,7 @@ class _Step:
 
 
 def _passes(slots: list[Slot]) -> list[int]:
-    """Return, for each backward slot, the number of earlier changes from backward to forward."""
+    """Return, for each backward slot, how often a forward directly followed a backward before this slot."""
     count, numbers, before = 0, [], False
     for slot in slots:
         count += before and not slot.backward

@@ -48,8 +48,8 @@ UNMEASURED = 0.05
 """Fraction of the budget that a plan leaves free until a similar step is measured."""
 
 FULLER = 1.1
-"""Safety factor for the size of a full window, because predictions are less certain if more bytes are in
-flight."""
+"""Factor by which the size of a full window is multiplied, because predictions are less certain if more bytes
+are in flight."""
 
 NO_WAIT, NO_SLOWER = 0.01, 0.02
 """For the objective ``memory``: the largest accepted wait and slowdown, as fractions of a step."""
@@ -174,7 +174,7 @@ def best_plain(case: Case, other: Plan, *, recomputes: bool) -> Plan | None:
     Args:
         case: Input of the solver.
         other: Plan that is excluded.
-        recomputes: Whether to prefer plans that recompute layers, if one of these plans stays within the
+        recomputes: Whether to prefer plans that recompute layers, if at least one of them stays within the
             limits.
     """
     search = _Search(replace(case, profile=coarse(case.profile)))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _PROFILE, _PLAN, _RATES = TypeAdapter(StepProfile), TypeAdapter(Plan), TypeAdapter(Bandwidth)
 
 FRONTIER = (0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.65, 0.8, 1.05)
-"""Budgets for which ``tba-offload plan`` shows the best plan, as shares of the peak with placement
+"""Budgets for which ``tba-offload plan`` shows the best plan, as fractions of the memory peak with placement
 ``keep``."""
 
 

@@ -57,7 +57,7 @@ class RokPoint:
         upper_quartile_seconds: Upper quartile of the step times in seconds.
         steps: Number of counted steps with a time.
         source: The run log.
-        memory: Memory by which points are compared.
+        memory: Kind of memory peak by which points are compared.
         peak_source: Method that measured the peak; None if the log does not name the method.
         title: Text with the model and the machine, without the numbers that label points.
         sequence: Sequence length in tokens; None if unknown, or if all points have the same sequence length.
@@ -111,7 +111,7 @@ def points(
     Args:
         paths: Paths of run logs. The logs of all ranks of a run give one point. A log without counted steps
             gives no point, and a warning is logged.
-        memory: Memory by which points are compared.
+        memory: Kind of memory peak by which points are compared.
 
     Raises:
         RunLogError: A log cannot be read. A log has no measured peak. The logs have no common unit of

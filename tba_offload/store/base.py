@@ -202,8 +202,8 @@ class DriveLoad(NamedTuple):
         read: The reads from the drive.
         tier: ``"drive"`` or ``"host"``. If a store has only host memory, the tier is ``"drive"``.
         in_service: Whether the drive takes writes; False for a while after a failure.
-        room: Largest number of bytes that the drive can hold: the drive's capacity, or the size at which the
-            drive was full. ``None`` if unknown; 0 while the drive is out of service.
+        room: Largest number of bytes that the store may put on the drive: the set capacity, or the size at
+            which the drive was full. ``None`` if unknown; 0 while the drive is out of service.
         checksum_seconds: Processor time of I/O threads for checksums.
     """
 

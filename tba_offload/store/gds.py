@@ -46,8 +46,8 @@ UDEV = Path("/run/udev")
 class GdsStore(FileStore):
     """A store in one unlinked file that cuFile writes and reads.
 
-    When the store is opened, one block is written and read back. This test has two reasons: cuFile may accept
-    a file but refuse transfers, and the first transfer allocates memory, which must not happen inside a step.
+    When the store is opened, one block is written and read back. This test has two reasons. cuFile may accept
+    a file but refuse transfers. The first transfer allocates memory, which must not happen inside a step.
     Checksums are computed on the device.
 
     Args:

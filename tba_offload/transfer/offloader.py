@@ -90,8 +90,8 @@ class Offloader:
         Args:
             storage: The storage.
             key: Name of the activation.
-            at_once: Whether to queue all pending writes as soon as these writes fill a batch. By default,
-                the latest writes stay pending, because backward uses the latest storages first.
+            at_once: Whether to queue the pending writes as soon as they fill a batch. By default, the latest
+                writes stay pending, because backward uses the latest storages first.
             is_filling: Whether the operation that saves the tensor may still write to the storage. The write
                 to the store does not start until the caller resets :attr:`SavedStorage.is_filling`.
 
@@ -502,7 +502,7 @@ class Offloader:
             self._failures.append(_transfer_error("write", ref, error))
 
     def release_memory(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
-        """Cancel or finish the write of a saved storage, before other code resizes the storage.
+        """Cancel the write of a saved storage or wait for its end, before other code resizes the storage.
 
         The other code must resize and fill the storage again before backward, as FSDP2 does with parameters.
 
@@ -542,8 +542,8 @@ class Offloader:
     def _wait_for_batch(self, refs: Iterable[SavedRef], verb: str) -> None:
         """Wait until the oldest transfers, with the bytes of one batch, have ended.
 
-        Waiting for each transfer would take longer, because a thread needs as much time to wake up as a small
-        transfer takes.
+        A separate wait for each transfer would take longer, because waking a thread takes as long as a small
+        transfer.
 
         Raises:
             TransferError: See :meth:`_wait`.
