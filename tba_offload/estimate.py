@@ -529,7 +529,7 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _recomputed(forward: Any, *args: Any, **kwargs: Any) -> object:
-    """Run a layer with PyTorch's checkpoint, which saves all tensors among the arguments."""
+    """Run a layer inside ``torch.utils.checkpoint``, which saves all tensors among the arguments."""
     tensors: list[Tensor] = []
     layout = take_apart((args, kwargs), tensors)
 

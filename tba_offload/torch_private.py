@@ -83,7 +83,7 @@ is_transform_wrapper: Callable[[torch.Tensor], bool] = _C._functorch.is_functorc
 # ---- tensors ---------------------------------------------------------------------------------------
 
 factories: Any = _C._VariableFunctions
-"""The C++ functions of ``torch``, which a program cannot replace."""
+"""The C++ functions of ``torch``, even if a program replaces a function such as ``torch.empty``."""
 
 without_subclasses: Callable[[], contextlib.AbstractContextManager[None]] = _C.DisableTorchFunctionSubclass
 """Return a context manager under which tensor subclasses are treated as plain tensors."""

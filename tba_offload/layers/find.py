@@ -115,7 +115,7 @@ class BlockList(NamedTuple):
 
     @property
     def stack(self) -> str | None:
-        """``encoder`` or ``decoder``, if the list's name contains this part; else ``None``."""
+        """``encoder`` or ``decoder``, if the list's name contains this word; else ``None``."""
         return next((part for part in self.name.split(".") if part in _COUNTERPARTS), None)
 
     def __str__(self) -> str:
@@ -136,8 +136,8 @@ class LayerStack:
             micro-batch. If ``micro_batch`` is ``None``, the runs of each layer are counted instead.
         states: Function that returns the framework's states, such as random generators, that are restored
             before a layer is recomputed.
-        switches: Function that returns each :class:`Switch` that is on. The framework recomputes the layers
-            of these switches.
+        switches: Function that returns all :class:`Switch` objects that are on. The framework recomputes
+            the layers of these switches.
         checkpointed: Layers on other ranks that the framework recomputes.
         left_out: Lists of blocks that are not attached although they have many parameters. See
             :data:`LEAST_LEFT_OUT`.
@@ -152,7 +152,7 @@ class LayerStack:
 
 
 def chunks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the chunks of an interleaved pipeline. Any other model is one chunk."""
+    """Return the chunks of an interleaved pipeline. For any other model, the model is the only chunk."""
     return list(model) if isinstance(model, Sequence) else [model]
 
 

@@ -1,8 +1,8 @@
-"""Recomputation of a layer: PyTorch's checkpoint, and a check that the second run equals the first.
+"""Recomputation of a layer by ``torch.utils.checkpoint``, and a check that the second run equals the first.
 
-In its first run, the layer runs in PyTorch's checkpoint. Saved-tensor hooks compute a digest of the tensors
-that the layer saves. When backward needs the first saved tensor, the layer runs a second time, and the hooks
-compute a second digest. At the end of the second run, the two digests are compared (:mod:`verify`).
+The first run of the layer is inside ``torch.utils.checkpoint``. Saved-tensor hooks compute a digest of the
+tensors that the layer saves. When backward needs the first saved tensor, the layer runs a second time, and
+the hooks compute a second digest. At the end of the second run, the two digests are compared (:mod:`verify`).
 
 A layer has one mode for each combination of training flags of its modules. In the first run in each mode, the
 state of the layer is compared before and after the run (:mod:`purity`).
@@ -78,7 +78,7 @@ class RecomputedLayer:
         return tuple([inner.training for inner in modules_in(self.module)])
 
     def run(self, forward: Callable[..., Any], given: Arguments, placement: Hashable = None) -> Any:
-        """Run the layer in PyTorch's checkpoint, which recomputes the layer in backward.
+        """Run the layer inside ``torch.utils.checkpoint``, which recomputes the layer in backward.
 
         Args:
             forward: Function that runs the layer.
@@ -361,8 +361,8 @@ class Trial(_Execution):
     """A test of whether a layer can be recomputed, in a step in which the layer is not recomputed.
 
     When backward reaches the layer, the trial runs the layer a second time and compares the two runs.
-    Backward does not use the tensors of the second run. The trial runs inside a PyTorch checkpoint that saves
-    a single number. The checkpoint restores the random generators and the autocast state of forward.
+    Backward does not use the tensors of the second run. The trial runs inside ``torch.utils.checkpoint``,
+    which restores the random generators and the autocast state of forward.
     """
 
     def __init__(self, layer: RecomputedLayer, forward: Callable[..., Any], given: Arguments) -> None:
@@ -422,7 +422,7 @@ class Trial(_Execution):
 
 
 _SETTINGS: Any = {"use_reentrant": False, "determinism_check": "none"}
-"""Settings of PyTorch's checkpoint. The verifier compares the tensors of both runs instead."""
+"""Options for ``torch.utils.checkpoint``. Its own check is off, because the verifier checks both runs."""
 
 
 def _why_never(module: nn.Module) -> str | None:

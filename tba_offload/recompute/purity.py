@@ -55,7 +55,7 @@ and restore them before backward."""
 class Mode(NamedTuple):
     """The state that a recomputation must restore, for one combination of a layer's training flags.
 
-    PyTorch's checkpoint restores PyTorch's random generators.
+    ``torch.utils.checkpoint`` restores PyTorch's random generators.
 
     Attributes:
         states: Settings that affect the choice of kernels, and states of the framework. The random generators

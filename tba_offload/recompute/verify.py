@@ -5,9 +5,9 @@ is kept. At the end of the second run, the two digests are compared on the devic
 the tensors of the second run. The result of the comparison is one flag, which is read before the optimizer's
 step.
 
-In the first three steps of a layer, every saved tensor is read. After a change
-of the placement or of the training flags, three more steps read every saved tensor. Later steps read the last
-tensor and one eighth of the other tensors. See :meth:`Verifier.part`.
+In the first three steps of a layer, every saved tensor is compared. After a change of the placement or of the
+training flags, every saved tensor is compared in three more steps. Later steps compare the last tensor and
+one eighth of the other tensors. See :meth:`Verifier.part`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _WHOLE_STEPS = 3
-"""For each mode of a layer, the number of first steps in which every saved tensor is read."""
+"""For each mode of a layer, the number of first steps in which every saved tensor is compared."""
 
 _PARTS = 8
 """Number of parts into which the saved tensors are divided.
 
-After the first :data:`_WHOLE_STEPS` steps, each step reads one part.
+After the first :data:`_WHOLE_STEPS` steps, each step compares one part.
 """
 
 OTHER = "its second run gave other numbers than the first"
@@ -127,10 +127,10 @@ class Verifier:
             self.check()
 
     def part(self, mode: Hashable) -> int | None:
-        """Return which eighth of a layer's saved tensors to read in this step, from 0 to 7; ``None`` for all.
+        """Return which eighth of a layer's saved tensors this step compares, from 0 to 7; ``None`` for all.
 
-        The first three steps in a mode read all saved tensors. Each later step reads one eighth, so eight
-        steps read every tensor once. All micro-batches of a step read the same eighth.
+        In the first three steps in a mode, all saved tensors are compared. Each later step compares one
+        eighth, so eight steps compare every tensor once. All micro-batches of a step compare the same eighth.
 
         Args:
             mode: The layer, the training flags of its modules, and its placement.
@@ -172,8 +172,8 @@ class SavedTensors:
     Args:
         layer: The name of the layer.
         static: Storages of parameters and large buffers. Their versions are compared instead of their bytes.
-        part: Which eighth of the tensors is read, from 0 to 7; ``None`` for all tensors.
-        always: Index of a tensor that is always read.
+        part: Which eighth of the tensors is compared, from 0 to 7; ``None`` for all tensors.
+        always: Index of a tensor that is always compared.
 
     Attributes:
         forms: For each tensor, the properties that must be equal in both runs: class, dtype, shape, names of

@@ -167,7 +167,7 @@ class Recorder:
         self.note("states", {"optimizer": number, "step": self.last_step, **asdict(record)})
 
     def note_resident(self, line: str, document: dict[str, object]) -> None:
-        """Add an event about a new choice of the optimizer states and frozen weights that stay in memory.
+        """Add an event: other optimizer states or other frozen weights stay in memory from now on.
 
         Args:
             line: Text for the log of the program.

@@ -126,8 +126,8 @@ class Session:
         states: The offloaded states of each optimizer.
         weights: The offloaded frozen weights; ``None`` if the policy offloads no frozen weights.
         store: The store of offloaded bytes.
-        offloader: Moves bytes between memory and the store.
-        capture: Captures the tensors that layers save.
+        offloader: The object that moves bytes between memory and the store.
+        capture: The object that captures the tensors that layers save.
         gradients: The gradients of the model.
         planning: Holder of the current plan and of the controller, which makes new plans.
         saved: Three byte counts of the step with the most saved activations: all saved activations, the most

@@ -74,7 +74,7 @@ class BackwardUpdates(Updates):
         super().loaded()
 
     def follow(self) -> None:
-        """Apply changes of parameters and states, and register hooks on all trained parameters."""
+        """Apply the program's changes of parameters and states, and register hooks on trained parameters."""
         super().follow()
         wanted = {each for each in parameters_of(self.optimizer) if each.is_leaf and each.requires_grad}
         for parameter in self._handles.keys() - wanted:
