@@ -1,9 +1,9 @@
 """The command ``tba-offload estimate``.
 
 The command estimates the cost of each placement without data and without a GPU. The model's own code runs
-forward and backward on tensors that have shapes but no data. The hooks and the offloader are those of a real
-session. A dispatch mode counts the live bytes and the FLOPs of each operation, and estimates the time from
-the FLOPs. Transfers move no bytes. Each transfer takes the simulated time that the drives would need.
+forward and backward on tensors that have shapes but no data. The hooks and the offloader are the same as in
+a real session. A dispatch mode counts the live bytes and the FLOPs of each operation, and estimates the time
+from the FLOPs. Transfers move no bytes. Each transfer takes the simulated time that the drives would need.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Gradients:
-    """The gradients of a model, counted when backward creates them.
+    """The gradients of a model. Each gradient is counted when backward creates the gradient.
 
     Args:
         modules: The model or its chunks.

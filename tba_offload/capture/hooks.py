@@ -433,7 +433,7 @@ class LayerHooks:
         return Kept(tensor)
 
     def _keep_odd(self, tensor: torch.Tensor) -> Kept:
-        """Keep a tensor that cannot be rebuilt from its bytes. Count its bytes unless it is a parameter."""
+        """Keep a tensor that cannot be rebuilt from its bytes. The bytes of parameters are not counted."""
         if not (tensor.is_leaf and tensor.requires_grad):
             self.capture.trace.kept_bytes += tensor.numel() * tensor.itemsize
         return Kept(tensor)

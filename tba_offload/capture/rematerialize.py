@@ -41,7 +41,7 @@ _NAMES = (
 )
 
 CHEAP = {getattr(room, x, None) for x in _NAMES.split() for room in (torch, Tensor, nn.functional)}
-"""The cheap functions. Their time is limited by memory bandwidth, and they draw no random numbers."""
+"""The cheap functions. Memory bandwidth limits their speed. None of these functions draws random numbers."""
 
 DEEPEST = 12
 """Maximum length of a chain of calls that rebuilds a saved tensor. Each call uses the output of the call

@@ -145,8 +145,8 @@ class StepTrace:
     Attributes:
         scopes: The scopes, in the order in which forward began.
         activations: The activations, in the order of saving.
-        sources: Tensors that are offloaded although autograd does not save them. Placement ``offload-remat``
-            rebuilds saved tensors from these tensors.
+        sources: Offloaded tensors that autograd does not save. Placement ``offload-remat`` rebuilds saved
+            tensors from these tensors.
         kept_bytes: Bytes of saved tensors that stayed in memory, except parameters and buffers. A tensor
             stays in memory if it is too small, if its kind cannot be offloaded, or if another reference holds
             the tensor. A tensor also stays in memory if the plan keeps the tensor, or if the drive is too

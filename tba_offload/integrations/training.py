@@ -109,7 +109,7 @@ class Training:
             self.session.__exit__(None if error is None else type(error), error, None)
 
     def news(self) -> dict[str, float]:
-        """Return the activation peak and the stall of the last step. A second call returns an empty dict."""
+        """Return the activation peak and the stall of the last step, but only once for each step."""
         last = self.session.last if self.session is not None else None
         if last is None or last.step == self._reported:
             return {}

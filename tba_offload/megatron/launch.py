@@ -85,7 +85,7 @@ def enter(arguments: Sequence[str]) -> Path:
 
 
 def run(script: Path) -> None:
-    """Run a training script as ``__main__``. Call :func:`prepare` or :func:`enter` before."""
+    """Run a training script as ``__main__``. Call :func:`prepare` or :func:`enter` first."""
     runpy.run_path(str(script), run_name="__main__")
 
 

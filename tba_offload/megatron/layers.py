@@ -51,7 +51,7 @@ def find_stack(
     Args:
         model: The model, or the list of model chunks on this rank, with or without wrappers.
         gather: Function that takes the layer ids of this rank and returns the layer ids of all ranks. By
-            default, the job has only this rank.
+            default, only the layers of this rank are known.
 
     Raises:
         UnsupportedError: A layer of the model has no ``layer_number``.

@@ -270,9 +270,9 @@ def _agree(proposed: dict[str, Placement], need: tuple[float, float]) -> dict[st
 
     Args:
         proposed: This rank's proposal: a placement for each of its layers.
-        need: How much this rank needs recomputation. The two numbers describe a predicted step that offloads
-            all ``auto`` layers: its bytes over the budget, and its duration in seconds. The duration decides
-            between ranks with equal bytes.
+        need: How much this rank needs recomputation. The first number is the bytes over the budget in a
+            predicted step that offloads all ``auto`` layers. The second number is the duration of this step
+            in seconds, which decides between ranks with equal bytes.
     """
     agreed: dict[str, Placement] = {}
     proposals = reversed(_of_all_ranks([(need, proposed)]))  # if needs are equal, the lowest rank wins
@@ -342,8 +342,8 @@ def report_loss(step: Step, losses: Any) -> None:
     Args:
         step: Step whose record gets the loss.
         losses: The return value of the schedule: a list with one dict for each micro-batch. The first value
-            of a dict is the mean loss, or a pair: the summed loss and the number of tokens. If the number of
-            tokens is 0, the loss is NaN. On a pipeline stage without a loss, the list is empty.
+            of a dict is the mean loss, or a pair of the summed loss and the number of tokens. With 0 tokens,
+            the loss is NaN. On a pipeline stage without a loss, the list is empty.
     """
     first = [next(iter(each.values())) for each in losses if each] if isinstance(losses, list) else []
     parts = [value if isinstance(value, tuple | list) else [value] for value in first]

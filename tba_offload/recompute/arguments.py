@@ -1,9 +1,9 @@
 """Arguments of a layer for its second run, in the state before the first run.
 
 ``torch.utils.checkpoint`` saves all tensors among the arguments, also tensors in lists, dicts and tuples.
-Saved-tensor hooks around the call of ``torch.utils.checkpoint`` may offload these tensors. Lists and dicts are
-copied, because other layers may change them. A key-value cache of transformers is replaced by an empty cache,
-because the layer must not append to the cache twice.
+Saved-tensor hooks around the call may offload these tensors. Lists and dicts are copied, because other layers
+may change them. A key-value cache of transformers is replaced by an empty cache, because the layer must not
+append to the cache twice.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class SavedTensors:
         forms: For each tensor, the properties that must be equal in both runs: class, dtype, shape, names of
             the storages in ``static``, and version. For a tensor that is not in ``static``, the version is
             ``None``.
-        numbers: The digest of the tensors on each device. Until the end of the run, intermediate sums.
+        numbers: The digest of the tensors on each device. During the run, ``numbers`` has intermediate sums.
         last: Index of the last tensor that requires a gradient.
         fills_last: Whether the last operation may still write to a tensor that the operation has saved.
     """

@@ -416,7 +416,7 @@ class _ModelHook(_Hook):
 
 
 def _callers(modules: Sequence[nn.Module], layers: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the modules whose forward a program may call: models, and submodules with all layers in them."""
+    """Yield the modules whose forward a program may call: models, and submodules that contain all layers."""
     for module in modules:
         inside = set(module.modules())
         own = {layer for layer in layers if layer in inside and layer is not module}

@@ -320,7 +320,7 @@ class Session:
             self.raise_failures()
 
     def raise_failures(self) -> None:
-        """Raise the error of the first failed transfer. Drop other errors, so that no later step raises them.
+        """Raise the error of the first failed transfer. Drop all other errors of transfers.
 
         Raises:
             TransferError: A transfer failed.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tba_offload.states.updates import StatesRecord
 
 _CLOSELY = 3
-"""Number of steps, from the first, in which ``step()`` checks all bytes of the parameters for changes.
+"""Number of first steps in which ``step()`` checks all bytes of the parameters for changes.
 
 Later, only steps 4, 8, 16 and so on check all bytes.
 """

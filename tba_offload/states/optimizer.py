@@ -172,7 +172,8 @@ class OptimizerStates:
 
         The order of the sub-groups is the order of :attr:`sizes`. ``optimizer.state`` also has placeholders
         for the states of sub-groups that stay in memory. A session calls this method for
-        ``states.default: auto``. The method needs ``states.when: step`` and ``states.update: device``.
+        ``states.default: auto``. The method works only with ``states.when: step`` and
+        ``states.update: device``.
 
         Raises:
             TransferError: A sub-group cannot be read or written. The remaining sub-groups stay as they were.

@@ -1,6 +1,7 @@
 """Checks of optimizers and of their states.
 
-The checks show whether an optimizer can update one sub-group at a time, in backward, and on the CPU.
+The checks show whether an optimizer can update one sub-group at a time. Further checks show whether updates
+are possible in backward and on the CPU.
 """
 
 from __future__ import annotations
