@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 CACHE_LINE = 64
 """Alignment of PyTorch's CPU allocations in bytes.
 
-Kernels may choose their code path by the alignment of memory.
+Kernels may choose between implementations by the alignment of memory.
 """
 
 Mark = Any
@@ -335,7 +335,7 @@ class ByteRange:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> ByteRange:
-        """Return the bytes of a tensor.
+        """Return the byte range of a tensor.
 
         Raises:
             ValueError: The tensor is not contiguous, so its bytes are not one range.

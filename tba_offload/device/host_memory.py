@@ -21,7 +21,7 @@ PORTABLE = 1
 """Flag of the CUDA runtime: the memory is pinned for all devices."""
 
 REFUSALS = frozenset({1, 2, 304, 800, 801})
-"""Errors of CUDA and ROCm that refuse to pin memory.
+"""Errors by which CUDA and ROCm refuse to pin memory.
 
 These errors are: invalid value, out of memory, error of the operating system, not permitted, not supported.
 Other errors come from earlier work of the device.
@@ -137,7 +137,7 @@ def return_freed_pages() -> None:
 
 
 def reuse_freed_pages() -> None:
-    """Undo :func:`return_freed_pages`, because every page that malloc returned causes a page fault."""
+    """Undo :func:`return_freed_pages`, because each page returned by malloc causes a page fault later."""
     global _returns  # noqa: PLW0603 - as above
     if _returns and not _is_decided:
         _returns = not _set_thresholds(_HIGHEST)

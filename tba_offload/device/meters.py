@@ -270,8 +270,8 @@ class MallocMeter(MemoryMeter):
     def peak(self) -> int:
         """Take a last sample, unless the meter is paused, and return the largest sample.
 
-        :attr:`is_thin` becomes True if the number of calls of :meth:`sample` differs from the last step. In a
-        closely measured step, only a long time without a sample makes :attr:`is_thin` True.
+        :attr:`is_thin` becomes True if the number of calls of :meth:`sample` differs from the number in the
+        last step. In a closely measured step, only a long time without a sample makes :attr:`is_thin` True.
         """
         peak = super().peak()
         self._watching.clear()

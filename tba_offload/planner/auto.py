@@ -3,7 +3,7 @@
 The controller has three states: LEARN, TRY and HOLD.
 
 LEARN takes three steps. The first step offloads every ``auto`` layer, with a small in-flight window. In the
-other two steps, a quarter of the layers is kept, a quarter is recomputed, and a quarter is placed
+other two steps, a quarter of the layers is kept, a quarter is recomputed, and a quarter has the placement
 ``offload-remat``. If the budget is too small for these placements, more layers are offloaded.
 
 TRY alternates between the best plan and the best uniform plan. In a uniform plan, all layers that are not
@@ -13,8 +13,8 @@ If the measured times predict that a third plan is faster, the third plan races 
 HOLD keeps the winning plan. The controller makes a new plan after three consecutive steps whose times have
 changed by 10%. A change of a store rate by a third also causes a new plan.
 
-After a step that is larger than all earlier steps, the controller returns to LEARN. After a step over the
-budget, the controller makes a new plan with a smaller budget.
+After a step that is larger than all earlier steps, the controller returns to LEARN. After a step that exceeds
+the budget, the controller makes a new plan with a smaller budget.
 
 If the user set no limit, the budget is the free memory of the device. The controller then raises the memory
 use gradually: a new plan may have at most twice the highest activation peak of the earlier steps.
@@ -519,7 +519,9 @@ class Controller:
     # ---- agreement of ranks ----------------------------------------------------------------------
 
     def need_of(self, proposed: Plan) -> tuple[float, float]:
-        """Return the bytes over the budget and the seconds of a step that offloads every ``auto`` layer.
+        """Return the predicted excess over the budget in bytes, and the predicted seconds of a step.
+
+        The predictions are for a step that offloads every ``auto`` layer.
 
         Both figures are 0 until a plan is made from measured steps.
         """

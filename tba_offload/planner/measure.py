@@ -112,7 +112,8 @@ class StepObservation:
 class _Run(NamedTuple):
     """One run of a layer, with the activations that the layer saved.
 
-    An interval is a start and an end. The intervals ``host_forward`` and ``host_backward`` are in host time.
+    An interval is a start time and an end time. The intervals ``host_forward`` and ``host_backward`` are in
+    host time.
     """
 
     layer: int

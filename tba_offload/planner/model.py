@@ -147,7 +147,7 @@ class Slot(NamedTuple):
         layer: Index of the layer.
         micro_batch: Number of the micro-batch in the step.
         backward: True for a backward, False for a forward.
-        gap: Seconds of other compute before this forward or backward.
+        gap: Seconds of compute outside layers before this forward or backward.
         gradients: Largest number of gradient bytes at this time; 0 if gradients are not included.
     """
 

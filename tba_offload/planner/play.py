@@ -246,7 +246,7 @@ class _Step:
     # ---- memory and time -------------------------------------------------------------------------
 
     def _hold(self, nbytes: int) -> None:
-        """Add bytes to memory that is not in flight."""
+        """Count bytes that are in memory but not in flight."""
         self._settle()
         self._settled += nbytes
         self._note()

@@ -127,9 +127,9 @@ class StepRecord:
 
     Attributes:
         step: Number of the step in the session, counted from 1.
-        seconds: Wall-clock time of the ``with session.step()`` block. A step without a block lasts from the
-            first forward to the end of the last backward, without optimizers. The GPU's clock measures the
-            time under two conditions: no optimizer runs inside the block, and the run has a run log or an
+        seconds: Wall-clock time of the ``with session.step()`` block. Without this block, a step lasts from
+            the first forward to the end of the last backward, without optimizers. The GPU's clock measures
+            the time under two conditions: no optimizer runs inside the block, and the run has a run log or an
             ``auto`` layer. Otherwise, the host's clock measures the time. On a GPU, host time is too short
             unless the block ends with a call that waits for the device, such as ``loss.item()``.
         optimizer_seconds: Wall-clock time of optimizer steps since the end of the previous step; None without
@@ -153,8 +153,8 @@ class StepRecord:
             weights that were read back.
         state_bytes: Growth of memory during optimizer steps. Optimizers allocate their states in the first
             step.
-        sampled_peak_bytes: Highest sample of memory, if a busy CPU took too few samples to measure the peak.
-            The fields ``activation_peak_bytes`` and ``device_peak_bytes`` are then None.
+        sampled_peak_bytes: Highest memory sample if a CPU was too busy to take enough samples for the exact
+            peak. The fields ``activation_peak_bytes`` and ``device_peak_bytes`` are then None.
         peak_samples: Number of memory samples on a CPU; None if the allocator itself records the peak.
         peak_source: Method that measured ``activation_peak_bytes``, for example ``"cuda allocator"``.
         base_bytes: Live bytes of the allocator at the start of the step, such as parameters and optimizer
@@ -635,7 +635,8 @@ class HeldBytes(NamedTuple):
         in_flight: Activations that are being written or were prefetched.
         settled: Activations that backward is using, and activations whose write failed.
         small: Tensors that layers with hooks saved and kept in memory, as in ``StepRecord.kept_bytes``.
-        kept: Activations of layers that keep all or some saved tensors, or that run without hooks.
+        kept: Activations of layers that keep at least some saved tensors, and of layers that run without
+            hooks.
         inputs: Inputs of recomputed layers.
         outputs: Memory that offloaded layers allocated and did not free, without saved tensors.
         put_out: Live outputs of the model, from this step or from earlier steps.

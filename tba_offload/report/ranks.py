@@ -55,9 +55,9 @@ def read_runs(paths: Iterable[str | os.PathLike[str]]) -> list[RunLog]:
 def merged(logs: Sequence[RunLog]) -> RunLog:
     """Merge the logs of all ranks of a run into one log.
 
-    Work and transferred bytes are summed over ranks. Times come from the slowest rank, because a step ends
-    when all ranks end. Memory peaks come from the rank with the highest peak, because each rank has its own
-    device.
+    FLOPs, tokens and transferred bytes are summed over ranks. Times come from the slowest rank, because a
+    step ends when all ranks end. Memory peaks come from the rank with the highest peak, because each rank has
+    its own device.
 
     Args:
         logs: One log for each rank, at least one.

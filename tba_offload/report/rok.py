@@ -42,7 +42,7 @@ _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RokPoint:
-    """Point of a ROK curve, which represents one run.
+    """Point of a ROK curve: the figures of one run.
 
     Attributes:
         strategy: Label of the run. Points with equal labels form a line.
@@ -351,7 +351,7 @@ def picture_kind(path: str | os.PathLike[str], *more: str) -> str:
 
 
 def rendered(figure: Figure, kind: str) -> bytes:
-    """Return a figure as the bytes of a picture file. Equal figures give equal bytes."""
+    """Return a figure as the bytes of a picture file. Figures with equal content give equal bytes."""
     file = io.BytesIO()
     figure.savefig(file, format=kind, dpi=220, metadata={"Date": None} if kind == "svg" else None)
     return file.getvalue()

@@ -65,8 +65,8 @@ class Move(NamedTuple):
     Attributes:
         drive: Index of the drive in ``TimelineEvent.drives``.
         writes: True for a write, False for a read.
-        began: Start time of the call.
-        ended: End time of the call.
+        began: Start time of the read or write.
+        ended: End time of the read or write.
         nbytes: Number of bytes that were written or read.
         thread: Number of the I/O thread.
     """
@@ -160,7 +160,7 @@ class TimelineEvent(Event):
         """Write a picture (``.svg``, ``.png``) or a trace (``.json``).
 
         Args:
-            path: Path of the file to write. The suffix of ``path`` selects the kind.
+            path: Path of the file to write. The suffix of ``path`` selects picture or trace.
 
         Raises:
             ConfigError: The suffix of ``path`` is not ``.svg``, ``.png`` or ``.json``.

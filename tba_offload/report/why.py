@@ -397,7 +397,7 @@ def _loss(seen: Diagnosis, memory: MemoryEvent) -> Iterator[Cause]:
     chunks = max((seen.step.tokens or 0) // micro_batches // _CHUNK, 8)
 
     def chunked(phase: Phase) -> int:
-        """Return the bytes that chunks free.
+        """Return the bytes that are freed if the loss is computed in chunks.
 
         Each chunk still computes a gradient of the whole output layer.
         """

@@ -109,7 +109,7 @@ class HostStore(Store):
     def shrink(self, end: int) -> None:
         """Free the slabs from offset ``end``.
 
-        Pinned slabs are not freed, because pinning new slabs would block the device.
+        Pinned slabs stay allocated, because pinning new slabs later would block the device.
         """
         if not self.device.pins_memory:
             del self._slabs[-(-end // self._slab_bytes) :]

@@ -72,8 +72,8 @@ def view(address: int, nbytes: int) -> memoryview:
 def needs_stable_pages(fd: int) -> bool:
     """Return True if memory must not change while the memory is written to the file.
 
-    Linux has a flag for drives that compute checksums of blocks. If no drive is found, return True, because
-    the file system may compute checksums.
+    Linux sets the flag ``stable_writes`` for drives that compute checksums of blocks. If no drive is found,
+    return True, because the file system may compute checksums.
     """
     device = os.fstat(fd).st_dev
     node = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")

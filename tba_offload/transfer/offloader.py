@@ -223,7 +223,7 @@ class Offloader:
             return memory, saved.start
 
     def _forward(self, saved: SavedStorage, memory: torch.UntypedStorage) -> None:
-        """Use the original memory of a saved storage.
+        """Record that backward uses a saved storage that is still in memory.
 
         If no other handle needs the storage, keep its memory and cancel its write.
         """
@@ -540,7 +540,7 @@ class Offloader:
             pass  # the caller checks the error of the transfer
 
     def _wait_for_batch(self, refs: Iterable[SavedRef], verb: str) -> None:
-        """Wait until the oldest transfers, with the bytes of one batch, have ended.
+        """Wait until the oldest transfers have ended, as many as make up one batch.
 
         A separate wait for each transfer would take longer, because waking a thread takes as long as a small
         transfer.
