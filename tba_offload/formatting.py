@@ -36,7 +36,7 @@ def shortened(text: str, most: int = 200) -> str:
 
 
 def quoted(value: object) -> str:
-    """Return a value as quoted text for a message, shortened if long."""
+    """Return a value as quoted text for a message. Long text is shortened."""
     return shortened(repr(value))
 
 

@@ -47,7 +47,7 @@ class Placement(StrEnum):
     percent: int
 
     def __new__(cls, word: str, *flags: str, percent: int = 100) -> Self:
-        """Create a placement with flags as plain attributes. Each run of a layer reads the flags."""
+        """Create a placement. Its flags are plain attributes, because each run of a layer reads the flags."""
         made = str.__new__(cls, word)
         made._value_ = word
         made.percent = percent
@@ -119,7 +119,7 @@ class Staying:
 
 
 def spread(count: int) -> list[int]:
-    """Return the numbers below ``count`` in the order of a van der Corput sequence.
+    """Return the numbers from 0 to ``count - 1`` in the order of a van der Corput sequence.
 
     The first n numbers of the sequence are spread almost evenly over the range, for every n. Callers keep the
     first items of the sequence in memory. While an item in memory is used, the next offloaded item is read.

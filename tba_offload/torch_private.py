@@ -83,7 +83,7 @@ is_transform_wrapper: Callable[[torch.Tensor], bool] = _C._functorch.is_functorc
 # ---- tensors ---------------------------------------------------------------------------------------
 
 factories: Any = _C._VariableFunctions
-"""The C++ functions of ``torch``, even if a program replaces a function such as ``torch.empty``."""
+"""PyTorch's own C++ functions, also if a program has replaced a function such as ``torch.empty``."""
 
 without_subclasses: Callable[[], contextlib.AbstractContextManager[None]] = _C.DisableTorchFunctionSubclass
 """Return a context manager under which tensor subclasses are treated as plain tensors."""
@@ -95,7 +95,7 @@ def shares_version(probe: torch.Tensor, tensor: torch.Tensor) -> bool:
     Tensors that share a storage may have different version counters, because ``.data`` and ``from_numpy``
     create a new counter. PyTorch has no function that compares version counters. This function increases the
     version of ``probe``, reads the version of ``tensor``, and restores the version of ``probe``. Only C code
-    runs between these calls, so no other thread sees the changed version.
+    runs between these operations, so no other thread sees the changed version.
     """
     version = probe._version
     if tensor._version != version:

@@ -44,7 +44,7 @@ class Checkpointing:
         """Replace the checkpoint functions of all switches that are on.
 
         Returns:
-            For each name of a switch, the number of layers whose checkpointing was newly taken over.
+            For each name of a switch, the number of layers whose checkpointing this call has taken over.
         """
         found = Counter[str]()
         switched: dict[nn.Module, Switch] = {}

@@ -3,10 +3,10 @@
 A step begins with the model's first forward that records a graph. A step contains all micro-batches up to the
 update of the model's parameters by the optimizers. A step ends in one of four cases:
 
-* The optimizers of all parameters with a gradient have made a step.
-* Some of these optimizers have made a step, and the model's next forward begins.
-* The program has dropped or zeroed the gradients, although no optimizer has made a step. Examples are a loop
-  that updates the weights itself, and a gradient scaler that skips the update.
+* Optimizers have updated all parameters that have a gradient.
+* Optimizers have updated some of these parameters, and the model's next forward begins.
+* The program has dropped or zeroed the gradients, although no optimizer has updated parameters. Examples are
+  a loop that updates the weights itself, and a gradient scaler that skips the update.
 * The graph of the step is freed without a backward pass, as in an evaluation. A step without a backward pass
   is not recorded.
 
@@ -80,9 +80,9 @@ class Step:
             valid, because the optimizer keeps the parameter alive.
         seconds: Duration of the step without optimizer steps, by the host's clock. If the model's forward
             opened the step, the duration ends with the last backward pass.
-        optimizer_seconds: Duration of all optimizer steps since the end of the last step; ``None`` if there
-            were no optimizer steps.
-        had_optimizer: Whether optimizers made a step between start and end of this step.
+        optimizer_seconds: Duration of all optimizer steps since the end of the previous step; ``None`` if
+            there were no optimizer steps.
+        had_optimizer: Whether an optimizer's ``step()`` ran between the start and the end of this step.
         seconds_before: Duration of the optimizer steps between the previous step and this step.
     """
 

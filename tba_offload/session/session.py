@@ -71,9 +71,11 @@ class World:
         ranks: Number of ranks.
         run: Identifier of the training run. All ranks write the same identifier into their run logs.
             ``None`` for a single rank.
-        agree: Function that all ranks call together to agree on placements. The arguments are the placements
-            that this rank proposes, by layer name, and the memory that these placements need. The function
-            returns the agreed placements by layer name. ``None`` for a single rank.
+        agree: Function that all ranks call together to agree on placements. The first argument
+            is the placements that this rank proposes, by layer name. The second argument is how much this
+            rank needs recomputation: the bytes over the budget and the seconds of a step without
+            recomputation. The function returns the agreed placements by layer name. ``None`` for a single
+            rank.
     """
 
     layers: tuple[LayerId, ...]
