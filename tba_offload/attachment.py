@@ -101,7 +101,7 @@ def attach(
     """
     chunks = chunks_of(model)
     if layers is not None and not layers:
-        raise ConfigError("layers=[] contains no layer. Pass layers, or omit layers to find all layers")
+        raise ConfigError("layers=[] contains no layer. Pass a list of layers, or omit it to find all layers")
     stack = _find(chunks) if layers is None else explicit_layers(chunks, layers)
     if stack.left_out:
         tell(f"{', '.join(map(str, stack.left_out))}: {_LEFT_OUT}")
@@ -167,7 +167,7 @@ def _functions(on_step: OnStep | Sequence[OnStep] | None) -> tuple[OnStep, ...]:
     found = (on_step,) if callable(on_step) else _listed(on_step)
     for each in found:
         if not callable(each):
-            raise ConfigError(f"on_step is {quoted(each)}. Pass a function of a step's record, or a sink")
+            raise ConfigError(f"on_step is {quoted(each)}. Pass a function that takes a step's record")
     return found
 
 
@@ -175,5 +175,5 @@ def _numbers(trace_steps: Iterable[int]) -> frozenset[int]:
     found = _listed(trace_steps)
     for each in found:
         if not isinstance(each, int) or each < 1:
-            raise ConfigError(f"trace_steps has {quoted(each)}. Pass numbers of steps, from 1")
+            raise ConfigError(f"trace_steps has {quoted(each)}. Pass step numbers of 1 or more")
     return frozenset(found)

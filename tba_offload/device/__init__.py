@@ -141,7 +141,7 @@ class Device:
         """
         after.synchronize()
         if target.nbytes != source.nbytes:
-            raise ValueError(f"cannot copy {source.nbytes} bytes into {target.nbytes}")
+            raise ValueError(f"cannot copy {source.nbytes} bytes into memory of {target.nbytes} bytes")
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
@@ -300,7 +300,7 @@ def check_not_captured(device: Device) -> None:
     if device.is_capturing():
         raise UnsupportedError(
             "activations cannot be offloaded while a CUDA graph is captured: a graph needs fixed addresses. "
-            "Capture no graph in attached layers, or set the placement of these layers to 'keep'"
+            "Capture graphs only outside attached layers, or set the placement of these layers to 'keep'"
         )
 
 

@@ -25,18 +25,18 @@ _STATES = {"choices": ("keep", "offload")}
 
 _FLAGS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("policy", "", _FILE, "Policy file in YAML."),
-    ("placement", "default", {"metavar": "WORD"}, "Placement of layers that match no rule, or 'fit'."),
-    ("directory", "store.directories", _DIRECTORIES, "Store directories, one for each drive of a node."),
+    ("placement", "default", {"metavar": "WORD"}, "Placement of layers without a rule, or 'fit'."),
+    ("directory", "store.directories", _DIRECTORIES, "Store directories: one on each drive of a node."),
     ("activation-bytes", "budget.activation_bytes", _SIZE, "Limit of the activation peak, such as 12GiB."),
     ("device-bytes", "budget.device_bytes", _SIZE, "Limit of all memory on each rank's device."),
     ("in-flight-bytes", "budget.in_flight_bytes", _SIZE, "Size of the in-flight window, such as 1GiB."),
     ("objective", "budget.objective", {"metavar": "GOAL"}, "Goal of the planner: 'time' or 'memory'."),
     ("store", "store.kind", {"metavar": "KIND"}, "Kind of store: auto, gds, file or host."),
-    ("host-capacity", "store.host_capacity", _SIZE, "Host memory to use before the drives."),
-    ("checksum", "store.checksum", _SWITCH, "Compare checksums of writes and reads (default)."),
+    ("host-capacity", "store.host_capacity", _SIZE, "Host memory for offloaded bytes. Drives get the rest."),
+    ("checksum", "store.checksum", _SWITCH, "Check that reads return the written bytes (default)."),
     ("optimizer-states", "states", _STATES, "Placement of optimizer states between updates."),
     ("run-log", "", _FILE, "Path of the run log, such as run.jsonl. Rank 0 writes run.rank0.jsonl."),
-    ("trace-steps", "", _STEPS, "Numbers, from 1, of the steps to record as timelines."),
+    ("trace-steps", "", _STEPS, "Steps to record as timelines. The first step is 1."),
 )
 """For each flag: its name without ``--tba-``, the policy setting, options for argparse, and the help text."""
 

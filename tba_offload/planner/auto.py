@@ -449,7 +449,7 @@ class Controller:
         winner = min(raced, key=raced.__getitem__, default=first)
         if winner != first and first in raced:
             better, worse = significant(raced[winner]), significant(raced[first])
-            self._why = f"this plan took {better} s a step, and another plan took {worse} s"
+            self._why = f"a step took {better} s with this plan and {worse} s with another plan"
         if self.profile is not None and winner in self._headrooms:
             self.profile = replace(self.profile, headroom=self._headrooms[winner])
         case = self._case()

@@ -86,8 +86,8 @@ class Situation:
         event: Any = next((each for each in reversed(log.others) if each["event"] == PLAN), None)
         if event is None:
             raise RunLogError(
-                f"{log.path}: the run log has no plan. Log at least three steps, in which all layers are "
-                "'keep', or in which 'offload' and 'auto' layers save more than budget.in_flight_bytes"
+                f"{log.path}: the run log has no plan. Log at least three steps. Set all placements to "
+                "'keep', or set budget.in_flight_bytes below the bytes that offloaded layers save"
             )
         config = OffloadConfig.from_yaml(log.header.policy or "")
         in_backward = config.states is not None and config.states.when == "backward"
@@ -145,7 +145,7 @@ class Situation:
         """
         if self.beside is None:
             raise ConfigError(
-                "the run log has no size of weights and other memory on the device. Pass --budget instead"
+                "the run log does not say how much memory the weights take. Pass --budget, not --device-bytes"
             )
         device = DeviceShare(device_bytes, *self.beside)
         if device.left <= 0:

@@ -100,12 +100,13 @@ class PlanReport:
                 return f"Keep all layers: the peak of {peak} fits the budget of {budget}."
             return (
                 f"Keep all layers (peak {peak}): no plan frees much memory without a longer step. "
-                "--budget SIZE returns the fastest plan for less memory."
+                "For the fastest plan with less memory, pass --budget SIZE."
             )
         speed = f"step {significant(step.seconds)} s (keep: unknown, because the run kept no layer)"
         if self.keep_seconds:
             speed = f"step {step.seconds / self.keep_seconds:.2f} x keep"
-        return f"Use {policy_file or '-o policy.yaml'}: {what}. Peak {peak} (keep: {keep}), {speed}."
+        use = f"Use {policy_file}" if policy_file else "Write this plan with -o policy.yaml"
+        return f"{use}: {what}. Peak {peak} (keep: {keep}), {speed}."
 
 
 _FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {

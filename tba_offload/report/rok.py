@@ -221,7 +221,7 @@ def table(points: Sequence[RokPoint]) -> Table:
     rows = [[cell(each) for cell in columns.values()] for line in lines(points).values() for each in line]
     sources = " / ".join(dict.fromkeys(each.peak_source or "not stated" for each in points))
     caption = (
-        f"Peak: largest peak of the counted steps, measured by {sources}. Step: median time with the update. "
+        f"Peak: largest peak of the counted steps, measured by {sources}. Step: median time with update. "
         "Throughput: FLOPs or tokens divided by the median time. FLOPs of recomputation do not count."
     )
     return Table(list(columns), rows, right=columns.keys() - {"Strategy", "Run"}, caption=caption)

@@ -34,7 +34,7 @@ HOLDERS = {
     "kept": "activations that layers keep in memory",
     "in_flight": "activations in flight (being written or prefetched)",
     "settled": "activations in use by backward, or refused by a drive",
-    "small": "small activations, and activations with other references",
+    "small": "small activations, and activations that the program also references",
     "inputs": "inputs of recomputed layers",
     "outputs": "memory that offloaded layers did not free",
     "put_out": "outputs of the model",
@@ -49,7 +49,7 @@ _PHASES = {
     "loss": ("loss", "the loss, after the last layer", "logits, loss and their gradients"),
     "backward": ("backward", "the backward of {}", "working memory of one layer"),
     "embeddings": ("outside", "modules before {}, in forward or backward", "embeddings and their gradients"),
-    "between": ("after backward", "the time after a backward", "gradient clipping, or another backward"),
+    "between": ("after backward", "the time after a backward", "working memory after backward"),
     "update": ("update", "the optimizer's update", "working memory of the optimizer"),
     "step": ("step", "a phase that the log does not record", "not recorded"),
 }
@@ -230,9 +230,7 @@ class Diagnosis:
         """Return sentences about the most effective change and further changes."""
         peak = self.peak.nbytes
         if self.memory is None:
-            return [
-                "The uses of memory were not measured. Set attach(..., measure_memory=True) for two steps."
-            ]
+            return ["The holders of memory were not measured. Train two steps with measure_memory=True."]
         if not self.findings:
             return ["No single change would lower the peak noticeably."]
         first, *others = self.findings
@@ -477,7 +475,7 @@ def _one_layer(seen: Diagnosis, memory: MemoryEvent) -> Iterator[Cause]:
 
     whole = ", including recomputed activations" if again else ""
     what = f"{seen.where(seen.peak)} needs {readable_size(seen.peak.of('running'))} at once{whole}"
-    change = "use twice as many micro-batches of half the size; with one long sequence, run the MLP in chunks"
+    change = "use micro-batches of half the size, or, for one long sequence, run the MLP in chunks"
     yield "one layer", freed, what, change
 
 

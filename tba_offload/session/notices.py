@@ -30,14 +30,14 @@ _MESSAGES = {
     "the step's record excludes this backward. Put forward and backward into one `with session.step():`",
     "cache": "the model fills a key-value cache during training. The cache keeps tensors of all "
     "layers in memory. Switch the cache off: use_cache=False, as an argument of the model or in its config",
-    "left alone": "{} runs inside saved-tensor hooks or a transform of the program (checkpoint, save_on_cpu, "
-    "torch.func), or only within a backward pass (a reentrant checkpoint, a loss that caches gradients). "
-    "There, the placement of the layer has no effect",
+    "left alone": "{} runs inside saved-tensor hooks of the program (checkpoint, save_on_cpu), in a "
+    "transform of torch.func, or inside a backward pass (a reentrant checkpoint, a loss that caches "
+    "gradients). In this case, the placement of the layer has no effect",
     "all frozen": "the model runs with gradients enabled, but none of its parameters requires gradients, so "
     "its layers save no activations. Set requires_grad=True for the parameters to train",
     "no layer": "the model was trained, but no activation is offloaded or recomputed: {}. Close the session, "
     "and attach the layers that train: attach(model, config, layers=[...])",
-    "no update": "backward made gradients {} times, but no optimizer updated the model's parameters. Call "
+    "no update": "backward set gradients {} times, but no optimizer updated the model's parameters. Call "
     "optimizer.step(). If a gradient scaler skipped the updates, ignore this warning. If the program updates "
     "copies of the parameters, put each training step into one `with session.step():`",
     "stale": "optimizer.step() was called {} times, but this {} updates none of the model's parameters. "
@@ -49,8 +49,8 @@ _MESSAGES = {
     "takes {}. Offload optimizer states (states:) or frozen weights (weights:), or raise budget.device_bytes",
 }
 OTHER_RANKS = (
-    "the planner recomputes no layer, because several ranks train, and all ranks would have to recompute the "
-    "same layers. To recompute layers on all ranks, set the placement 'recompute'"
+    "the planner chooses no layers to recompute, because several ranks train, and all of them must recompute "
+    "the same layers. To recompute a layer on all ranks, set its placement to 'recompute'"
 )
 
 logger = logging.getLogger("tba_offload.session")

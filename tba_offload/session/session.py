@@ -528,8 +528,8 @@ class Session:
             return
         if before is not None and before.task.agree is not None:
             raise UnsupportedError(
-                "checkpointing was switched after attach(), which several ranks do not support. Switch "
-                "checkpointing before attach()"
+                "checkpointing was switched on or off after attach(), which several ranks do not support. "
+                "Switch checkpointing before attach()"
             )
         self.planning.plan = plan
         is_auto = Placement.AUTO in config.policy.placements(self.world.layers)

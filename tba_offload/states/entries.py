@@ -137,13 +137,13 @@ class Entries:
             if not stands_for(value, parameter, key):
                 raise value.refused(
                     f"the program has assigned its placeholder to the state {key!r} of "
-                    f"{self._groups.name_of(parameter)}. Assign the values instead"
+                    f"{self._groups.name_of(parameter)}. Assign the values, not the placeholder"
                 )
             groups = self._groups.holding.get(parameter)
             if not groups or any(key not in group.keys[parameter] for group in groups):
                 raise value.refused(
-                    "the program removed the state, which freed the values, and put the placeholder back. "
-                    "Put the values back instead"
+                    "the program removed the state, which freed its values, and later put the placeholder "
+                    "back. Put back the values, not the placeholder"
                 )
 
     def is_current(self, group: SubGroup) -> bool:

@@ -209,7 +209,7 @@ def lines(findings: dict[str, Any]) -> Iterator[str]:
         yield visible(f"  by    kind {store['kind']}, path {store['path']}{why}")
         yield f"  moves {_in_words(found['bytes_per_second'])}"
         for row in found["bench"]:
-            size = f"{readable_size(row['block_bytes']):>8} by {row['threads']} threads each way"
+            size = f"{readable_size(row['block_bytes']):>8} blocks, {row['threads']} threads per direction"
             yield f"  {size}: {_in_words(row)}"
         for doubt in found["location"]["findings"]:
             yield visible(f"  - {doubt}")

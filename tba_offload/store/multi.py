@@ -221,10 +221,10 @@ class MultiStore:
                 transfer.wait(TICK)
         if not transfer.wait(limit * WARN_AFTER):
             place = self._places[transfer.drive]
-            what = f"{transfer.nbytes} bytes {'to' if transfer.is_write else 'from'} {place.store.name}"
-            warn(f"nothing has moved for {limit * WARN_AFTER:g} s: {what}", RuntimeWarning)
+            what = f"{'write to' if transfer.is_write else 'read from'} {place.store.name} made no progress"
+            warn(f"a {what} for {limit * WARN_AFTER:g} s ({transfer.nbytes} bytes)", RuntimeWarning)
             if not transfer.wait(limit * (1 - WARN_AFTER)):
-                hanging = _hanging(f"nothing has moved for {limit:g} s: {what}")
+                hanging = _hanging(f"a {what} for {limit:g} s ({transfer.nbytes} bytes)")
                 with self._lock:
                     self._leave_alone(place, hanging)
                 raise hanging
@@ -413,7 +413,7 @@ class MultiStore:
             for place in self._places:
                 stack.callback(place.close)
         if hanging:
-            raise _hanging(f"no answer from {hanging}: threads, memory and files stay until the process ends")
+            raise _hanging(f"no answer from {hanging}. Threads, memory and files stay until the process ends")
 
     def abandon(self) -> None:
         """Make the store unusable in a forked child, and close the child's descriptors."""

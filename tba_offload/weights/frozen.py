@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     Tell = Callable[[str], object]
 
 _ONLY = (
-    "Offloading supports the classes torch.nn.Parameter, parameters of bitsandbytes, and tensor classes with "
-    "__tensor_flatten__. An offloaded weight must be on the same device as the first parameter of the model"
+    "Offloading supports torch.nn.Parameter, the parameter classes of bitsandbytes, and tensor classes with "
+    "__tensor_flatten__. Each weight must be on the device of the model's first parameter"
 )
 _NONE = (
     "no frozen weight is offloaded. A weight must be frozen before attach(), have at least min_tensor_bytes, "

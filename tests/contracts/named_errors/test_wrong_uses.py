@@ -118,7 +118,7 @@ class Odd(nn.Module):
 
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "no layers": ({"layers": []}, tba.ConfigError, r"layers=\[\] contains no layer\. Pass layers, or omit"),
+    "no layers": ({"layers": []}, tba.ConfigError, r"layers=\[\] contains no layer\. Pass a list of layers"),
     "a layer of another model": (
         {"layers": [nn.Linear(2, 2)]},
         tba.UnsupportedError,
@@ -140,7 +140,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         tba.ConfigError,
         "'TBA_NOT_SET', which is empty or not set. Set the variable, or write the path",
     ),
-    "step 0": ({"trace_steps": [0]}, tba.ConfigError, r"trace_steps has 0\. Pass numbers of steps, from 1"),
+    "step 0": ({"trace_steps": [0]}, tba.ConfigError, r"trace_steps has 0\. Pass step numbers of 1 or more"),
     "a sink that is a path": (
         {"on_step": "s.csv"},
         tba.ConfigError,

@@ -187,7 +187,9 @@ def test_states_that_are_moved_to_another_parameter_are_not_lost_by_close(tmp_pa
     state, old, new = found.optimizer.state, found.model.layers[0].weight, found.model.unused
     state[new] = state.pop(old)
     for use in (states.close, found.optimizer.state_dict, lambda: states.read(new), lambda: found.step(2)):
-        with pytest.raises(StatesAwayError, match=r"state 'exp_avg' of .* Assign the values instead"):
+        with pytest.raises(
+            StatesAwayError, match=r"state 'exp_avg' of .* Assign the values, not the placeholder"
+        ):
             use()
     state[old] = state.pop(new)
     states.close()
