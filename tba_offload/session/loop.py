@@ -54,8 +54,8 @@ class Step:
     Attributes:
         loss: Loss for the run log, set by the program: a number, or a tensor of one element. Setting a tensor
             does not wait for the device.
-        tokens: Number of tokens, as passed to :meth:`Session.step`. The program may set ``tokens`` inside the
-            ``with`` block. If ``None``, the tokens that the model receives are counted.
+        tokens: Number of tokens, as passed to :meth:`Session.step`. The program may set ``tokens`` in the
+            ``with`` block of the step. If ``None``, the tokens that the model receives are counted.
         model_flops: Number of floating-point operations, as passed to :meth:`Session.step`. The program may
             set ``model_flops`` inside the ``with`` block.
         record: The :class:`StepRecord`; ``None`` until the step has ended without an exception. On an

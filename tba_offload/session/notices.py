@@ -115,7 +115,7 @@ class Notices:
         self.warn_once("no layer", cause, category=NoEffectWarning)
 
     def stranger_updated(self, optimizer: Optimizer) -> None:
-        """Count an update by an optimizer without parameters of the model. Warn at the third update."""
+        """Count an update by an optimizer that has no parameters of the model. Warn at the third update."""
         self._strangers += 1
         if self._strangers == EARLY:
             self.warn_once("stale", EARLY, type(optimizer).__name__, category=NoEffectWarning)

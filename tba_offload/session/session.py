@@ -73,8 +73,8 @@ class World:
             ``None`` for a single rank.
         agree: Function that all ranks call together to agree on placements. The first argument
             is the placements that this rank proposes, by layer name. The second argument is how much this
-            rank needs recomputation: the bytes over the budget and the seconds of a step without
-            recomputation. The function returns the agreed placements by layer name. ``None`` for a single
+            rank needs recomputation: the bytes over the budget, and the seconds, of a step that offloads all
+            ``auto`` layers. The function returns the agreed placements by layer name. ``None`` for a single
             rank.
     """
 
