@@ -495,7 +495,7 @@ class Controller:
     # ---- HOLD ------------------------------------------------------------------------------------
 
     def _after_hold(self, seen: StepObservation) -> Plan:
-        """Return the current plan, or a new plan if limits, step times or store rates have changed."""
+        """Return the current plan. If limits, step times or store rates have changed, return a new plan."""
         case, was, seconds = self._case(), self._bandwidth, _seconds(seen)
         # Compare with measured times, because the prediction may have a constant error.
         if len(self._usual) < OFF_STEPS:

@@ -223,7 +223,7 @@ class _Search:
         return plan
 
     def plain(self, way: Placement) -> Plan:
-        """Return the plan that keeps as many last layers as possible, and places other layers ``way``."""
+        """Return the plan that keeps as many last layers as possible, with ``way`` for all other layers."""
         order = self._free[::-1]
         plans = [self._spread(order, kept, len(order) - kept, way, way) for kept in range(len(order) + 1)]
         fitting = bisect.bisect(plans, 0.0, key=lambda placements: self._try(placements)[0])

@@ -1,8 +1,8 @@
 """Interface of a store, which keeps bytes on one drive or in host memory.
 
 A :class:`Store` only moves bytes, with one call for each transfer.
-:class:`tba_offload.store.multi.MultiStore` calls the store from I/O threads. It also manages extents, several
-drives, failed drives and forks, so a :class:`Store` needs no code for these tasks.
+:class:`tba_offload.store.multi.MultiStore` calls the store from I/O threads. This class also manages extents,
+several drives, failed drives and forks, so a :class:`Store` needs no code for these tasks.
 """
 
 from __future__ import annotations

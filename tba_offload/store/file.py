@@ -7,9 +7,9 @@ mapped memory, because a block is no larger than a page. The ``lead`` of an exte
 start of the write to the payload. A read without a copy is possible if the target has the same lead, and if
 the target's storage contains the whole first and last block.
 
-In three cases, bytes are copied through a staging slab: the bytes are on a GPU, a target has another lead, or
-the drive computes checksums of blocks. A drive with checksums requires that the bytes next to the payload do
-not change during the write.
+Bytes are copied through a staging slab in three cases: the bytes are on a GPU, the target has another lead,
+or the drive computes checksums. A drive with checksums requires that the bytes next to the payload do not
+change during the write.
 """
 
 from __future__ import annotations

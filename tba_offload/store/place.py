@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tba_offload.store.pool import Transfer
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 600.0
-"""Pause after the first failure of a drive, and longest pause after later failures, in seconds.
+"""Seconds of the pause after the first failure of a drive, and of the longest pause after later failures.
 
 The pause is not a number of steps, because a drive may need minutes to recover, and a step may take only
 milliseconds.
@@ -35,8 +35,8 @@ FIRST_RATE = 1e9
 """Assumed write rate of a drive before the rate is measured, in bytes per second."""
 
 FIRST_BYTES, RECENT_BYTES = 8 << 20, 64 << 20
-"""Weights of measured rates, in bytes. The assumed :data:`FIRST_RATE` counts like a transfer of
-``FIRST_BYTES``. After each ``RECENT_BYTES``, the weight of older measurements is halved.
+"""Numbers of bytes by which measured rates are weighted. The assumed :data:`FIRST_RATE` counts like a
+transfer of ``FIRST_BYTES``. After each ``RECENT_BYTES``, the weight of older measurements is halved.
 
 A single small transfer does not measure the rate of a drive, because the I/O thread may have waited for the
 processor.

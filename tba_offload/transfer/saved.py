@@ -32,7 +32,7 @@ class State(enum.Enum):
 
 
 class Unread:
-    """Owner of a restored storage, which all unused handles of the storage share, except the first handle.
+    """Owner of a restored storage. All unused handles share the owner, except the storage's first handle.
 
     After the last of these handles is used or dropped, Python frees the ``Unread`` and the restored storage.
 
