@@ -159,7 +159,7 @@ def placement(word: object) -> Placement:
         return Placement(str(word))
     except ValueError:
         hints = {
-            "fit": "in a policy file, 'fit' is auto without a budget",
+            "fit": "in a policy file, write 'auto' and no budget",
             "offload-N%": "N is a whole number from 1 to 99",
         }
         nearest = difflib.get_close_matches(str(word), [*names(), "fit"], n=1)

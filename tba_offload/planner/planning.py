@@ -341,7 +341,7 @@ class ResidentData:
         shares = (
             f"{part} of {len(each.sizes)} {each.what}" for each, part in zip(self._data, parts, strict=True)
         )
-        line = f"{', '.join(shares)} are offloaded, the others fit in memory"
+        line = f"{', '.join(shares)} are offloaded, the others stay in memory"
         self._chosen(line, {"step": record.step, "parts": count, "offloaded": sum(parts)})
 
     def close(self) -> None:
