@@ -36,14 +36,10 @@ def _flops(_context: click.Context, _parameter: click.Parameter, text: str) -> f
     "--hidden, --heads and --vocab.",
 )
 @click.option("--hidden", "hidden_size", type=_COUNT, help="Hidden size of the Llama model.")
-@click.option(
-    "--heads", "num_attention_heads", type=_COUNT, help="Number of attention heads of the Llama model."
-)
+@click.option("--heads", "num_attention_heads", type=_COUNT, help="Attention heads of each Llama layer.")
 @click.option("--vocab", "vocab_size", type=_COUNT, help="Vocabulary size of the Llama model.")
 @click.option("--sequence", type=_COUNT, default=1024, show_default=True, help="Sequence length in tokens.")
-@click.option(
-    "--batch", type=_COUNT, default=1, show_default=True, help="Number of sequences in a micro-batch."
-)
+@click.option("--batch", type=_COUNT, default=1, show_default=True, help="Sequences in each micro-batch.")
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True)
 @click.option(
     "--lora",
@@ -51,9 +47,7 @@ def _flops(_context: click.Context, _parameter: click.Parameter, text: str) -> f
     metavar="RANK",
     help="Freeze the weights of the model, and add LoRA adapters of this rank to its layers.",
 )
-@click.option(
-    "--base-bits", type=click.Choice(["4", "8"]), help="Number of bits of each frozen weight. Needs --lora."
-)
+@click.option("--base-bits", type=click.Choice(["4", "8"]), help="Bits of each frozen weight. Needs --lora.")
 @click.option(
     "--flops",
     callback=_flops,

@@ -9,9 +9,7 @@ import click
 
 @click.command()
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-@click.option(
-    "--check", is_flag=True, help="Print whether the patch can be added or removed, and change no file."
-)
+@click.option("--check", is_flag=True, help="Print whether the command can succeed, and change no file.")
 @click.option("--reverse", is_flag=True, help="Remove the patch.")
 def patch(directory: Path, *, check: bool, reverse: bool) -> None:
     """Add the --tba- flags to the scripts of a Megatron-LM checkout.

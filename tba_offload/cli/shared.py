@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 FILE: Any = click.Path(dir_okay=False, path_type=Path)
 """Type of an option whose value is the path of a file."""
 
-JSON = click.option(
-    "--json", "as_json", is_flag=True, help="Print the result as one JSON object, and nothing else."
-)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print only the result, as one JSON object.")
 """Option ``--json``, for output that programs read."""
 
 FORCE = click.option("--force", is_flag=True, help="Replace an existing file. Run logs are never replaced.")
@@ -69,12 +67,7 @@ def rates(command: FC) -> FC:
     write = click.option(
         "--write", callback=rate, metavar="RATE", help="Write rate of all drives together, such as 6GB/s."
     )
-    read = click.option(
-        "--read",
-        callback=rate,
-        metavar="RATE",
-        help="Read rate of all drives together.  [default: the write rate]",
-    )
+    read = click.option("--read", callback=rate, metavar="RATE", help="Total read rate.  [default: --write]")
     place = click.option(
         "--dir",
         "place",
