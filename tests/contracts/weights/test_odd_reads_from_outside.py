@@ -6,7 +6,6 @@ Each gives the right values, or an error that names the weight and the remedy.
 from __future__ import annotations
 
 import gc
-import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -300,36 +299,3 @@ def test_aliases_outlive_the_session(base: str, tmp_path: Path) -> None:
             alias.view(-1)[0] = 1
         results[-1] += [part for _, part in frozen_parts(training.model)]
     assert_same_tensors(results[1], results[0])
-
-
-def test_many_threads_read_while_the_model_is_trained(tmp_path: Path) -> None:
-    plain, found = Training(make("Llama")), Training(make("Llama"))
-    weights = [each for each in layers_of(found.model).parameters() if not each.requires_grad]
-    expected = [each.detach().double().sum().item() for each in weights]
-    wrong: list[object] = []
-    is_over = threading.Event()
-
-    def read() -> None:
-        while not is_over.is_set():
-            for weight, value in zip(weights, expected, strict=True):
-                try:
-                    if (read := weight.detach().double().sum().item()) != value:
-                        wrong.append(read)
-                except SessionError as error:
-                    wrong.append(error)
-
-    with offloaded(found.model, tmp_path):
-        threads = [threading.Thread(target=read) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        try:
-            for number in range(6):
-                found.step(number)
-        finally:
-            is_over.set()
-            for thread in threads:
-                thread.join()
-    for number in range(6):
-        plain.step(number)
-    assert not wrong
-    assert_same_tensors(everything(found), everything(plain))

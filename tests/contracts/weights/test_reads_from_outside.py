@@ -180,19 +180,18 @@ def within_hooks(training: Training) -> Use:
 
 
 def within_another_thread(training: Training) -> Use:
-    """As where one writes a log, or a checkpoint, while the next step is computed."""
+    """As where one writes a log or a checkpoint between steps."""
     yield
     sums: list[Tensor] = []
 
     def read() -> None:
-        for _ in range(5):
-            sums.extend(weight.detach().double().sum() for weight in frozen(training.model))
+        sums.extend(weight.detach().double().sum() for weight in frozen(training.model))
 
-    thread = threading.Thread(target=read)
-    thread.start()
     for number in range(6, 9):
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
         training.step(number)
-    thread.join()
     training.seen += sums
 
 
