@@ -284,6 +284,8 @@ class FrozenWeight:
         self.shut()
         for part in self.parts:
             part.leave()
+        if self in self.loans.lent:
+            self.reclaim()
 
     def come_back(self) -> None:
         """Bring the bytes back at the end of offloading. May be called twice.
@@ -317,7 +319,8 @@ class FrozenWeight:
         if self.is_open:
             wanted = None if self.slices == 1 else _slices_in(func, args, kwargs, self.slices)
             with loans.lock, without_subclasses():
-                self.read(wanted)
+                if self.expert is not None:  # else the layer has read the weight meanwhile, in another thread
+                    self.read(wanted)
             with without_subclasses() if self.slices > 1 else nullcontext():
                 yield wanted == _NO_SLICES
             return
@@ -348,7 +351,7 @@ class FrozenWeight:
         if self._readers:
             return
         self.loans.lent.add(self)
-        if any(part.is_used for part in self.parts):
+        if self.is_open or any(part.is_used for part in self.parts):
             for part in self.parts:
                 part.watch()
             return
