@@ -249,7 +249,7 @@ class _Argument:
         """Return the argument for the second call of the function."""
         if self._maker is not None:
             return viewed(self._maker.storage(capture, verifier), self._view)
-        purpose = f"to compute {call.name} again; placement 'offload' does not need this"
+        purpose = f"to compute {call.name} again, as placement 'offload-remat' does"
         check_version(self._packed.probe, self._packed.version, purpose)
         # The result of a compiled function may depend on whether its arguments require a gradient.
         return capture.unpack(self._packed).detach().requires_grad_(self._needs_grad)

@@ -74,9 +74,8 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
     "--states",
     type=click.Choice(["keep", "offload", "auto", "backward"]),
     default="keep",
-    help="Except with 'keep', add a strategy with offloaded optimizer states. 'offload' keeps no states in "
-    "memory. 'auto' keeps as many as fit --device-budget. With 'backward', backward() updates the "
-    "parameters.",
+    help="Add a strategy with offloaded optimizer states. 'keep' adds none. 'offload' keeps no states in "
+    "memory. 'auto' keeps as many as fit --device-budget. 'backward' updates parameters in backward().",
 )
 @click.option(
     "--control", is_flag=True, help="Train with 'keep' a second time, to show how much step times vary."

@@ -68,7 +68,7 @@ def _bytes(value: object) -> int:
         return parse_size(value)
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_BYTES:
         return value
-    raise ConfigError(f"{quoted(value)} is not a size; write a number of bytes, or a size such as 12GiB")
+    raise ConfigError(f"{quoted(value)} is not a size; write a whole number of bytes, or text such as 12GiB")
 
 
 def _limit(value: object) -> int | None:

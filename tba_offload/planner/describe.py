@@ -77,7 +77,7 @@ def written_a_day(case: Case, plan: Plan) -> str | None:
 def over_writes(case: Case, plan: Plan) -> str:
     """Return the warning that every plan exceeds ``store.write_bytes_per_day``."""
     allowed, written = readable_size(case.limits.written_per_day or 0), written_a_day(case, plan)
-    what = f"store.write_bytes_per_day of {allowed} cannot be met: the plan that writes least {written}"
+    what = f"store.write_bytes_per_day of {allowed} cannot be met: even the most sparing plan {written}"
     return f"{what}. Raise the limit, or offload fewer layers"
 
 

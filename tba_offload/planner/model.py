@@ -30,7 +30,10 @@ LEAST_RECOMPUTED = 0.5
 as noise."""
 
 HOOK_SECONDS = 10e-6
-"""Shortest assumed time of the training thread for saving or restoring one offloaded activation."""
+"""Seconds that the training thread needs at least to save or to restore one offloaded activation.
+
+This value is an assumption of the planner.
+"""
 
 
 # ---- the profile of a step ------------------------------------------------------------------------

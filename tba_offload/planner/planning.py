@@ -175,8 +175,8 @@ class Budget:
 
     Attributes:
         limits: The current limits.
-        device_bytes: Device memory in bytes from which the limits of each step are derived; ``None`` without
-            a device limit.
+        device_bytes: Limit of the policy for all bytes on the device, from which the limits of each step are
+            computed; ``None`` without this limit.
         share: Device memory, and the parts of this memory that activations cannot use; ``None`` until
             measured. Optimizer states and frozen weights that could be offloaded are not counted.
         extra_bytes: Function that returns the bytes on the device that could be offloaded: optimizer states

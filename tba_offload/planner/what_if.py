@@ -287,7 +287,7 @@ def _as_measured(
 
 
 def _beside_activations(steps: Sequence[StepRecord], updates: Sequence[Any]) -> tuple[int, int] | None:
-    """Return the largest live bytes before a step, plus new optimizer states, and the largest gradient bytes.
+    """Return the most bytes in use before a step, with the optimizer states that it adds, and of gradients.
 
     If states are offloaded, the live bytes come from the last step, and states are not counted. The number of
     states on the device may change from step to step.

@@ -151,7 +151,9 @@ def _point(
     """Return the point of a run, with the largest peak and the median time."""
     peaks = {name: max(getattr(step, name) or 0 for step in steps) or None for name in _PEAKS.values()}
     if peaks[_PEAKS[memory]] is None:
-        raise RunLogError(f"{log.path}: no {_PEAKS[memory]} was measured in the {len(steps)} counted steps")
+        raise RunLogError(
+            f"{log.path}: {_PEAKS[memory]} is missing in all {len(steps)} steps after the warm-up"
+        )
     timed = timed_steps(steps)
     seconds = [step.seconds_with_update for step in timed]
     spread = seconds if len(seconds) > 1 else seconds * 2  # a single time is also both quartiles

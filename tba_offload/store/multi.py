@@ -267,7 +267,7 @@ class MultiStore:
             for place in self._places
         )
         if all(place.cause is not None for place in self._places):
-            return OutOfServiceError(errno.EIO, f"all drives failed, and are tried again later: {reasons}")
+            return OutOfServiceError(errno.EIO, f"all drives failed: {reasons}. They are tried again later")
         return StoreFullError(errno.ENOSPC, f"no room for {nbytes} bytes: {reasons}")
 
     def _remove(self, transfer: Transfer) -> None:

@@ -648,8 +648,8 @@ class Offloader:
 
 
 _REMEDIES = {
-    "write": "check the drive and the system log, free space, choose another directory under "
-    "store.directories, or set on_full: keep",
+    "write": "check the drive and the system log. Then free some space on the drive, set store.directories "
+    "to another directory, or set on_full to 'keep'",
     "read": "training cannot continue without these bytes. Check the drive with the tools of its vendor",
     "keep": "change a copy instead, or set the placement of the layer to 'keep'",
 }

@@ -68,5 +68,7 @@ def test_a_limit_that_cannot_be_met_is_said(tmp_path: Path) -> None:
         "min_tensor_bytes": "1KiB",
     }
     with tba.attach(model, policy) as session:
-        with pytest.warns(RuntimeWarning, match=r"store\.write_bytes_per_day of .* cannot be met: .* a day"):
+        with pytest.warns(
+            RuntimeWarning, match=r"store\.write_bytes_per_day of .* cannot be met: .* per day"
+        ):
             train(model, session, steps=8)
