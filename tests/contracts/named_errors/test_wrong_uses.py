@@ -73,7 +73,7 @@ POLICIES: dict[str, tuple[Any, str]] = {
     "a misspelt key": ({"defautl": "keep"}, r"defautl: unknown key; did you mean 'default'\?"),
     "a misspelt placement": ({"default": "recompte"}, "default: must be .*; did you mean 'recompute'"),
     "a share of all": ({"default": "offload-100%"}, "default: must be .*; N is a whole number from 1 to 99"),
-    "fit in a policy": ({"default": "fit"}, "default: must be .*, not 'fit'; in a policy file, 'fit' is"),
+    "fit in a policy": ({"default": "fit"}, "default: must be .*, not 'fit'; in a policy file, write 'auto'"),
     "YAML without a unit": (
         "store: {}\nbudget: {device_bytes: 12}",
         r"line 2: budget\.device_.* no unit; write",
