@@ -74,8 +74,8 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
     "--states",
     type=click.Choice(["keep", "offload", "auto", "backward"]),
     default="keep",
-    help="Add a strategy with offloaded optimizer states. 'keep' adds none. 'offload' keeps no states in "
-    "memory. 'auto' keeps as many as fit --device-budget. 'backward' updates parameters in backward().",
+    help="Also run a strategy that offloads optimizer states. keep: do not run it. offload: offload all of "
+    "them. auto: keep as many in memory as --device-budget allows. backward: update within backward().",
 )
 @click.option(
     "--control", is_flag=True, help="Train with 'keep' a second time, to show how much step times vary."

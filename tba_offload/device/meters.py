@@ -61,7 +61,7 @@ class MemoryMeter:
     returns_pages = True
 
     _COARSE = 1 / 64
-    """Fraction of the peak by which the excluded bytes may grow within one period.
+    """A period ends when the excluded bytes have grown by more than this fraction of the peak.
 
     A period does not end at every new gradient or state, because reading the statistics takes about 100 us.
     """
@@ -270,8 +270,8 @@ class MallocMeter(MemoryMeter):
     def peak(self) -> int:
         """Take a last sample, unless the meter is paused, and return the largest sample.
 
-        :attr:`is_thin` becomes True if the number of calls of :meth:`sample` differs from the number in the
-        last step. In a closely measured step, only a long time without a sample makes :attr:`is_thin` True.
+        In a closely measured step, :attr:`is_thin` becomes True after a long time without a sample. In any
+        other step, it becomes True if :meth:`sample` was not called as often as in the previous step.
         """
         peak = super().peak()
         self._watching.clear()

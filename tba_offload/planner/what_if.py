@@ -86,8 +86,8 @@ class Situation:
         event: Any = next((each for each in reversed(log.others) if each["event"] == PLAN), None)
         if event is None:
             raise RunLogError(
-                f"{log.path}: the run log has no plan. Log at least three steps. Set all placements to "
-                "'keep', or set budget.in_flight_bytes below the bytes that offloaded layers save"
+                f"{log.path}: the run log has no plan. A plan needs three logged steps, in which all layers "
+                "are placed 'keep', or in which offloaded layers save more than budget.in_flight_bytes"
             )
         config = OffloadConfig.from_yaml(log.header.policy or "")
         in_backward = config.states is not None and config.states.when == "backward"

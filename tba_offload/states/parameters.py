@@ -152,7 +152,7 @@ def _check_backward(
     refusals = {
         "the optimizer updates master copies, which get their gradients after backward": has_masters,
         "several processes train, and gradients are final only after their reduction": come_late,
-        "FSDP2's CPUOffloadPolicy may report a gradient before its copy in host memory ends": are_copied,
+        "FSDP2's CPUOffloadPolicy may mark a gradient as ready before its copy to the host ends": are_copied,
         f"the result of {name} may depend on the order of updates": not is_known(optimizer),
     }
     for why, holds in refusals.items():

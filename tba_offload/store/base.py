@@ -77,8 +77,8 @@ class Store(ABC):
         tier: ``"host"`` for host memory, ``"drive"`` for all other stores.
         name: Name of the store in messages.
         device: The device with the activations.
-        alignment: Alignment of transfers without a copy, in bytes; 1 if any address works. The ``lead`` of an
-            extent is the memory address of the payload modulo the alignment.
+        alignment: Alignment of transfers without a copy, in bytes; 1 if any address works. For a write, the
+            ``lead`` of the extent is set to the address of the bytes in memory modulo the alignment.
         capacity: Largest number of bytes that extents may take; ``None`` for no limit except the free space.
         threads: Number of threads for each direction; ``None`` for the number in the configuration.
         checksum: Object that computes the checksums of :meth:`write` and :meth:`read`.

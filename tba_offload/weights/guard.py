@@ -306,8 +306,9 @@ class FrozenWeight:
     def in_use(self, func: Any, args: Any, kwargs: Any) -> Iterator[bool]:
         """Return a context manager for a function of a weight whose class is the guard.
 
-        In their layer, the experts that the function needs are read. Outside, the weight is in memory of its
-        own, and has its own class. Afterwards this memory is freed, unless a result still needs it.
+        In their layer, the experts that the function needs are read. Outside of the layer, the whole weight
+        is read into separate memory, and has its original class until the block ends. The separate memory is
+        freed after the block, unless a result of the function still uses it.
 
         Yields:
             Whether the result is a view of all experts, which :meth:`guard` makes read them later.
