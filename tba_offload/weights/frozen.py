@@ -126,6 +126,8 @@ class FrozenWeights:
         if all(piece.is_back for _, piece in self._all):
             self.resident_bytes = 0  # none of them is offloaded now
             self._homes.store.close()
+            # In a cycle, the model would stay alive. Graphs that outlive this object still ask for layers.
+            self._all, self._pieces = [], [[] for _ in self._pieces]
 
     # ---- counts ----------------------------------------------------------------------------------
 

@@ -102,11 +102,16 @@ def test_a_model_is_gone_with_its_last_name_after_its_session_is_closed(
 
 
 @pytest.mark.parametrize("placement", ["offload", "offload-remat", "recompute", "recompute-offload"])
-def test_a_closed_session_keeps_no_model_alive(placement: str) -> None:
+@pytest.mark.parametrize("weights", ["keep", "offload"])
+def test_a_closed_session_keeps_no_model_alive(placement: str, weights: str) -> None:
     def trained() -> list[weakref.ref[torch.Tensor]]:
         model = make_model(layers=2)
+        next(each for name, each in model.named_parameters() if "layers.1" in name).requires_grad_(
+            weights == "keep"
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with tba.attach(model, {"default": placement, "store": {"kind": "host"}}):
+        policy = {"default": placement, "store": {"kind": "host"}, "min_tensor_bytes": 0}
+        with tba.attach(model, policy | {"weights": {"frozen": weights}}):
             for number in range(4):
                 loss_of(model, make_tokens(number)).backward()
                 optimizer.step()

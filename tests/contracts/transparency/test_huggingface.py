@@ -329,7 +329,7 @@ def test_a_loss_that_caches_gradients_is_told(default: Placement) -> None:
     expected = [gradient.clone() for gradient in gradients_of(model)]
     model.zero_grad()
     with session_for(model, default=default) as session:
-        with pytest.warns(UserWarning, match="only within a backward pass") as told:
+        with pytest.warns(UserWarning, match="inside a backward pass") as told:
             found = gradients_of(model)
         assert session.records == []
     assert len(told) == 1

@@ -46,7 +46,7 @@ def measured(name: str, config: Any, dtype: torch.dtype, way: str, policy: Any) 
     model = getattr(transformers, name)._from_config(config, dtype=dtype).train()
     tokens = torch.randint(0, 512, (BATCH, SEQUENCE))
     with tba.attach(model, {"default": way, **policy}) as session:
-        for _ in range(6):
+        for _ in range(10):
             with session.step():
                 model(input_ids=tokens, labels=tokens).loss.backward()
             model.zero_grad()
