@@ -46,4 +46,4 @@ def test_updates_in_backward_of_fsdp2_have_the_same_bits(spread: str, ranks: lis
         assert case["differing"] == [0] * 4
         assert case["in_backward"] == [False, True, False, True]
         assert "was freed when backward updated" in case["clipped"]
-        assert "FSDP2's CPUOffloadPolicy may report a gradient before its copy" in case["refused"]
+        assert "FSDP2's CPUOffloadPolicy may mark a gradient as ready" in case["refused"]
