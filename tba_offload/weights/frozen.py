@@ -94,7 +94,7 @@ class FrozenWeights:
         self._in_memory: set[int] = set()
         self._runs: dict[int, Run] = {}  # the latest of each layer
         self._handles: list[RemovableHandle] = []
-        self._pieces: list[list[FrozenWeight]] = [[] for _ in layers]  # those that are offloaded
+        self._pieces: list[list[FrozenWeight]] = [[] for _ in layers]  # the offloaded weights of each layer
         self._all: list[tuple[int, FrozenWeight]] = []
         self._before = 0, 0.0
         device = device_of_model(chunks)
