@@ -6,6 +6,7 @@ with ways and placements in turn.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import operator
@@ -15,18 +16,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from covering import EVERYTHING, combinations, of_which
-from harness import KIB, PLACEMENTS, session_for
+from harness import KIB, PLACEMENTS, Drive, config_for, session_for
 from later import Later
-from models import History, assert_same_history
+from models import History, assert_same_history, same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from tba_offload import Placement
+from tba_offload.config.policy import Rule
+from tba_offload.errors import UnsupportedError
+from tba_offload.layers.find import find_layers
+from tba_offload.session import Session, World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from tba_offload.session import Session
 
 transformers = Later("transformers")
 
@@ -199,6 +202,61 @@ def test_a_cache_that_is_filled_while_training_is_told(kind: str) -> None:
     assert len(told) == 1
 
 
+@pytest.mark.filterwarnings(f"ignore:{CACHE}")
+@pytest.mark.parametrize("kind", of_which(CACHING, "llama", "t5"))
+def test_layers_that_fill_a_cache_are_recomputed(kind: str) -> None:
+    """The second run finds the cache as empty as it was."""
+    model = make(kind)
+    with session_for(model, in_flight=128 * KIB, default=Placement.RECOMPUTE_OFFLOAD) as session:
+        assert_same_history(train(kind, model), plain(kind))
+        assert {record.recomputed_scopes for record in session.records} == {4 if kind == "t5" else 3}
+
+
+@pytest.mark.filterwarnings(f"ignore:{CACHE}")
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_the_planner_recomputes_layers_also_if_they_fill_a_cache(use_cache: bool) -> None:
+    """On a drive that takes many times as long as computing a layer anew."""
+    drive = Drive()
+    drive.writes.bytes_per_second = drive.reads.bytes_per_second = 2e6
+    model = make("llama", use_cache=use_cache)
+    with session_for(model, drive=drive, activation=1000 * KIB, default=Placement.AUTO) as session:
+        assert_same_history(train("llama", model, steps=5), plain("llama", steps=5))
+        assert any(record.recomputed_scopes for record in session.records)
+
+
+def shared_keys() -> Any:
+    """Gemma 4, whose last layers read the keys and values that earlier ones hand on in a dict."""
+    torch.manual_seed(0)
+    config = transformers.Gemma4TextConfig(
+        **{**DECODER, **LANGUAGE},
+        head_dim=16,
+        global_head_dim=16,
+        num_kv_shared_layers=1,
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=LANGUAGE["vocab_size"],
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        use_cache=False,
+    )
+    return transformers.Gemma4ForCausalLM(config).train()
+
+
+@pytest.mark.parametrize("placement", [Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD])
+def test_layers_that_share_keys_and_values_are_recomputed(placement: Placement) -> None:
+    if not hasattr(transformers, "Gemma4ForCausalLM"):
+        pytest.skip("needs a newer transformers")
+
+    def gradients(*, session: bool) -> list[Any]:
+        model = shared_keys()
+        tokens = torch.arange(32).view(2, 16) + 1
+        with session_for(model, default=placement) if session else nullcontext():
+            model(input_ids=tokens, labels=tokens).loss.backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    pairs = zip(gradients(session=True), gradients(session=False), strict=True)
+    assert all(same_bits(one, other) for one, other in pairs)
+
+
 # Checkpointing by the framework
 
 
@@ -290,6 +348,42 @@ def test_the_program_switches_checkpointing_off_and_on_while_a_session_is_open()
     with session_for(model) as session:
         for found, plain_one in zip(trained(session), expected, strict=True):
             assert_same_history(found, plain_one)
+
+
+@pytest.mark.parametrize("default", ["auto", "offload"])
+def test_a_late_switch_where_several_ranks_plan_together(default: str) -> None:
+    """Plans go on if placements do not change; else the switch is refused by name."""
+    model, calls = make("llama", use_cache=False), []
+
+    def agree(proposed: dict[str, Placement], need: tuple[float, float]) -> dict[str, Placement]:
+        calls.append(need)
+        return proposed
+
+    stack = find_layers(model)
+    world = World(tuple(layer.id for layer in stack.layers), rank=0, ranks=2, run="run", agree=agree)
+    rules = (Rule("0", Placement(default)),)
+    config = config_for(default=Placement.AUTO, rules=rules)
+    with Session(stack, [model], config, world=world, measure_memory=False) as session:
+        train("llama", model, steps=1)
+        model.activation_checkpointing_enable()
+        with (
+            nullcontext()
+            if default == "auto"
+            else pytest.raises(UnsupportedError, match="several ranks do not support")
+        ):
+            train("llama", model, steps=3)
+        assert len(session.records) == (4 if default == "auto" else 1)
+    assert calls or default != "auto"
+
+
+def test_a_copy_of_an_attached_model_is_checkpointed() -> None:
+    model = make("llama")
+    model.activation_checkpointing_enable()
+    with session_for(model):
+        copied = copy.deepcopy(model)
+    assert [layer._gradient_checkpointing_func.keywords for layer in copied.model.layers] == [
+        {"use_reentrant": False}
+    ] * 3
 
 
 def test_selective_checkpointing_is_not_taken_over() -> None:
