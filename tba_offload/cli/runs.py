@@ -106,6 +106,7 @@ def rok(runs: tuple[Path, ...], output: tuple[Path, ...], *, as_json: bool, memo
 @rates
 @RATED
 @_output("Policy file to write, with the chosen plan.")
+@click.option("--picture", type=FILE, metavar="FILE", help="Picture of the plans to write (.svg or .png).")
 @FORCE
 @JSON
 def plan(
@@ -113,6 +114,7 @@ def plan(
     layers: int | None,
     drives: float,
     output: Path | None,
+    picture: Path | None,
     *,
     force: bool,
     as_json: bool,
@@ -130,13 +132,20 @@ def plan(
     """
     from tba_offload.planner.what_if import Situation
     from tba_offload.report import text
+    from tba_offload.report.plans import plans_figure
+    from tba_offload.report.rok import picture_kind, write_picture
 
     if goal["budget"] is not None and goal["device_bytes"] is not None:
         raise click.UsageError("--budget and --device-bytes cannot be combined. Use one of the two")
     if output is not None:
         must_be_new(output, force=force)
+    if picture is not None:
+        picture_kind(picture)
     situation = Situation.of(run, bandwidth_of(goal)).changed(layers=layers, drives=drives)
     report, policy = situation.report(**goal)
+    if picture is not None:
+        with writing(picture, (run,)):
+            write_picture(picture, lambda: plans_figure(report))
     if output is not None:
         with writing(output, (run,)):
             output.write_bytes(policy.to_yaml().encode())

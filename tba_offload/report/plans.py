@@ -1,4 +1,4 @@
-"""Report of ``tba-offload plan``, and the table of ``tba-offload estimate``."""
+"""Report and picture of ``tba-offload plan``, and the table of ``tba-offload estimate``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from tba_offload.formatting import (
     scale,
     significant,
 )
+from tba_offload.report.rok import COLOURS, RING, WIDTH, finish, short
 from tba_offload.report.text import Table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from matplotlib.figure import Figure
 
     from tba_offload.planner.model import PlannedStep
 
@@ -34,6 +37,9 @@ class PlanReport:
         frontier: Predicted steps of the best plans for several budgets, ordered by budget.
         keep_peak_bytes: Predicted activation peak if all layers are kept.
         keep_seconds: Predicted step time if all layers are kept; None if the run kept no layer.
+        run: Measured activation peak in bytes and median step time of the run; None if the memory was not
+            measured, or if the plan is for other drives or another number of layers.
+        title: Text with the model and the machine.
         notes: Sentences about drives, the device and optimizer states.
         beside_bytes: Bytes of the device that activations cannot use, if ``budget.device_bytes`` is given.
     """
@@ -44,6 +50,8 @@ class PlanReport:
     frontier: tuple[PlannedStep, ...]
     keep_peak_bytes: int
     keep_seconds: float | None = None
+    run: tuple[int, float] | None = None
+    title: str = ""
     notes: tuple[str, ...] = ()
     beside_bytes: int | None = None
 
@@ -128,3 +136,32 @@ def placements_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     shown = {name: each for name, each in _FIGURES.items() if any(row[each[0]] is not None for row in rows)}
     cells = [["-" if row[key] is None else words(row[key]) for key, words in shown.values()] for row in rows]
     return Table(list(shown), cells, right=shown.keys() - {"Placement"})
+
+
+def plans_figure(report: PlanReport) -> Figure:
+    """Return a figure of step time over activation peak: best plans, the chosen plan, keep, and the run.
+
+    Call this function inside :func:`tba_offload.report.rok.drawing`.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    step, keep, budget = report.step, report.keep_peak_bytes, report.step.budget_bytes
+    unit, size = scale(max(keep, budget or 0), BYTES)
+    best = [(each.activation_peak / size, each.seconds) for each in report.frontier if each.fits]
+    axes.plot(*zip(*best, strict=True), "s-", color=COLOURS[1], label="best plan for each budget")
+    marks: list[tuple[str, int, float | None, dict[str, Any]]] = [
+        (f"chosen plan: {step.layers}", step.activation_peak, step.seconds, RING),
+        ("keep, predicted", keep, report.keep_seconds, {"marker": "o", "color": COLOURS[0]}),
+        ("this run, measured", *(report.run or (0, None)), {"marker": "X", "color": COLOURS[2]}),
+    ]
+    for label, peak, seconds, look in marks:
+        if seconds is not None:
+            axes.plot(peak / size, seconds, label=short(label, 60), **{"ls": "none"} | look)
+    if budget is not None:
+        axes.axvline(budget / size, color=COLOURS[4], ls="--", label=f"budget {readable_size(budget)}")
+    finish(axes, "Step time (s)", report.title)
+    axes.set(xlabel=f"Activation peak ({unit})", xlim=(0, None))
+    figure.legend(loc="outside upper left")
+    return figure

@@ -287,6 +287,9 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#0
 
 INK, GREY = "#222222", "#c4c4c4"
 
+RING: dict[str, Any] = {"marker": "o", "markersize": 13, "mfc": "none", "color": INK, "ls": "none"}
+"""Look of a highlighted point."""
+
 _KNOWN = ("keep", "offload", "recompute", "recompute-offload", "recompute-except-attention", "offload-remat")
 _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
@@ -404,8 +407,7 @@ def rok_figure(points: Sequence[RokPoint]) -> Figure:
         axes.plot(*zip(*places, strict=True), dashes, marker=marker, color=colour, label=short(strategy))
     best = [(each.peak_bytes / x_size, each.throughput / y_size) for each in pareto(points)]
     axes.step(*zip(*best, strict=True), where="post", color="#b8b8b8", linestyle="--", zorder=1)
-    ring: dict[str, Any] = {"marker": "o", "markersize": 13, "mfc": "none", "color": INK, "linestyle": "none"}
-    axes.plot(*zip(*best, strict=True), zorder=4, label="Pareto set", **ring)
+    axes.plot(*zip(*best, strict=True), zorder=4, label="Pareto set", **RING)
     finish(axes, f"Model throughput ({y_unit})", " / ".join(dict.fromkeys(each.title for each in points)))
     axes.set(xlabel=f"{points[0].peak_name.capitalize()} ({x_unit})", xlim=(0, None))
     varied, what = "batch_size", "batch sizes"

@@ -85,5 +85,7 @@ def test_the_yaml_of_a_page_is_a_policy(page: Path) -> None:
 def test_the_site_is_built_without_a_warning(tmp_path: Path, python_with_torch: Warm) -> None:
     warnings = tmp_path / "warnings.txt"  # stderr also has lines of the libraries that autodoc imports
     command = ["-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-d", str(tmp_path / "trees")]
-    done = python_with_torch.run(*command, "-w", str(warnings), str(DOCS), str(tmp_path / "html"), timeout=250)
+    done = python_with_torch.run(
+        *command, "-w", str(warnings), str(DOCS), str(tmp_path / "html"), timeout=250
+    )
     assert (done.returncode, warnings.read_text()) == (0, ""), done.stderr

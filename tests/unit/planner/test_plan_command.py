@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -18,6 +19,8 @@ from tba_offload.config.policy import LayerId, Placement
 from tba_offload.planner.model import Bandwidth, Plan
 from tba_offload.planner.play import play
 from tba_offload.planner.what_if import FRONTIER, Situation
+from tba_offload.report.plans import plans_figure
+from tba_offload.report.rok import drawing
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,6 +69,26 @@ def test_a_run_that_was_not_auto_can_be_planned_from(run_log: Path) -> None:
     assert all(row["peak_bytes"] <= row["budget_bytes"] for row in fitting)
     seconds = [round(row["seconds"], 9) for row in fitting]
     assert seconds == sorted(seconds, reverse=True)
+
+
+def test_the_picture_has_the_plans_the_budget_and_the_run(run_log: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "plans.svg"
+    run_plan(run_log, "--budget", "3MiB", "--picture", picture)
+    assert picture.read_bytes().startswith(b"<?xml")
+    run, title = (4 * MIB, 0.5), "GPT / CPU"
+    situation = replace(Situation.of(run_log), run=run, title=title)
+    for changes, words in (({}, "GPT / CPU"), ({"drives": 2}, "GPT / CPU, planned for 8 layers and 2 times")):
+        found, _ = situation.changed(**changes).report(3 * MIB)
+        with drawing():
+            figure = plans_figure(found)
+        (axes,) = figure.axes
+        assert (axes.get_xlim()[0], axes.get_ylim()[0]) == (0, 0)
+        assert axes.get_title(loc="left").startswith(words)
+        drawn = {str(line.get_label()).partition(":")[0]: line.get_xydata() for line in axes.lines}
+        assert drawn["chosen plan"].tolist() == [[found.step.activation_peak / MIB, found.step.seconds]]
+        assert drawn["budget 3.00 MiB"][0][0] == 3
+        assert len(drawn["best plan for each budget"]) == sum(each.fits for each in found.frontier) > 3
+        assert ("this run, measured" in drawn) is not bool(changes)
 
 
 def test_host_memory_beside_the_drives_of_the_run_is_planned_with(run_log: Path, tmp_path: Path) -> None:
