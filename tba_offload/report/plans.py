@@ -150,7 +150,7 @@ def plans_figure(report: PlanReport) -> Figure:
     step, keep, budget = report.step, report.keep_peak_bytes, report.step.budget_bytes
     unit, size = scale(max(keep, budget or 0), BYTES)
     best = [(each.activation_peak / size, each.seconds) for each in report.frontier if each.fits]
-    axes.plot(*zip(*best, strict=True), "s-", color=COLOURS[1], label="best plan for each budget")
+    axes.plot(*zip(*best, strict=True), "s-", color=COLOURS[1], label="best plan for each budget, predicted")
     marks: list[tuple[str, int, float | None, dict[str, Any]]] = [
         (f"chosen plan: {step.layers}", step.activation_peak, step.seconds, RING),
         ("keep, predicted", keep, report.keep_seconds, {"marker": "o", "color": COLOURS[0]}),

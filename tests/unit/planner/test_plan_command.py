@@ -87,7 +87,11 @@ def test_the_picture_has_the_plans_the_budget_and_the_run(run_log: Path, tmp_pat
         drawn = {str(line.get_label()).partition(":")[0]: line.get_xydata() for line in axes.lines}
         assert drawn["chosen plan"].tolist() == [[found.step.activation_peak / MIB, found.step.seconds]]
         assert drawn["budget 3.00 MiB"][0][0] == 3
-        assert len(drawn["best plan for each budget"]) == sum(each.fits for each in found.frontier) > 3
+        assert (
+            len(drawn["best plan for each budget, predicted"])
+            == sum(each.fits for each in found.frontier)
+            > 3
+        )
         assert ("this run, measured" in drawn) is not bool(changes)
 
 
