@@ -20,30 +20,19 @@ if TYPE_CHECKING:
     from tba_offload.config.policy import LayerId, Policy
 
 _UPDATES = {"step": "optimizer.step()", "backward": "backward()"}
-_LAYERS = re.compile(r"(?:(?P<stack>[^:\s]+):)?(?P<count>[1-9][0-9]{0,5})")
 
 
-def _stacks(
-    _context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]
-) -> dict[str | None, int]:
-    """Return the number of layers of each stack. A model with one stack has the key ``None``.
+def _stack(text: str) -> tuple[str | None, int]:
+    """Return the name of a stack and its number of layers.
 
-    Examples of option values are ``24`` for one stack, and ``encoder:12`` for the stack ``encoder``.
+    Examples of option values are ``24`` for a model with one stack, whose name is ``None``, and
+    ``encoder:12`` for the stack ``encoder``.
     """
-    stacks: dict[str | None, int] = {}
-    for value in values:
-        match = _LAYERS.fullmatch(value)
-        if match is None:
-            raise click.BadParameter(
-                f"{quoted(value)} must be a number of layers, such as 24, or a stack and its number of "
-                "layers, such as encoder:12"
-            )
-        stacks[match["stack"]] = int(match["count"])
-    if len(stacks) < len(values) or (len(values) > 1 and None in stacks):
-        raise click.BadParameter(
-            "several stacks need different names. An example: --layers encoder:12 --layers decoder:12"
-        )
-    return stacks
+    found = re.fullmatch(r"(?:([^:\s]+):)?([1-9][0-9]{0,5})", text)
+    if found is None:
+        why = f"{quoted(text)} must be a number of layers, such as 24, or a stack, such as encoder:12"
+        raise click.BadParameter(why)
+    return found[1], int(found[2])
 
 
 @click.command()
@@ -52,14 +41,13 @@ def _stacks(
     "--layers",
     "stacks",
     metavar="N|STACK:N",
+    type=_stack,
     multiple=True,
     required=True,
-    callback=_stacks,
-    help="Number of layers of the model. For several stacks, repeat the option: --layers encoder:12 "
-    "--layers decoder:12.",
+    help="Number of layers. For several stacks: --layers encoder:12 --layers decoder:12.",
 )
 @JSON
-def check(policy: Path, stacks: dict[str | None, int], *, as_json: bool) -> None:
+def check(policy: Path, stacks: Sequence[tuple[str | None, int]], *, as_json: bool) -> None:
     """Print the placement of each layer under a policy, or all errors in the policy.
 
     For each layer, the output has the placement and the rule that sets the placement. If the policy offloads
@@ -70,11 +58,11 @@ def check(policy: Path, stacks: dict[str | None, int], *, as_json: bool) -> None
     from tba_offload.config import load_config
     from tba_offload.config.policy import LayerId, with_depths
 
-    layers = [
-        LayerId(number, "", stack if len(stacks) > 1 else None)
-        for stack, count in stacks.items()
-        for number in range(count)
-    ]
+    names = {stack for stack, _ in stacks}
+    if len(names) < len(stacks) or (len(stacks) > 1 and None in names):
+        raise click.UsageError("give each stack its own name: --layers encoder:12 --layers decoder:12")
+    stacks = stacks if len(stacks) > 1 else [(None, stacks[0][1])]
+    layers = [LayerId(number, "", stack) for stack, count in stacks for number in range(count)]
     layers = with_depths(layers, layers)
     try:
         config = load_config(policy, layers=layers)
@@ -87,10 +75,8 @@ def check(policy: Path, stacks: dict[str | None, int], *, as_json: bool) -> None
     states, weights = config.states, config.weights
     found: dict[str, Any] = {
         "layers": list(_groups(config.policy, layers)),
-        "states": None
-        if states is None
-        else f"{states.default} (optimizer states, updated in {_UPDATES[states.when]})",
-        "weights": None if weights is None else f"{weights.frozen} (frozen weights)",
+        "states": states and f"{states.default} (optimizer states, updated in {_UPDATES[states.when]})",
+        "weights": weights and f"{weights.frozen} (frozen weights)",
         "not_judged": [str(rule) for rule in config.policy.unjudged(layers)],
         "warnings": config.doubts(layers),
         "problems": [],

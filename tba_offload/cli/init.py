@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 import yaml
 
-from tba_offload.cli.shared import DIRECTORIES, FORCE, must_be_new, writing
+from tba_offload.cli.shared import DIRECTORIES, FORCE, output, writing
 from tba_offload.formatting import visible
 
 if TYPE_CHECKING:
@@ -23,15 +23,7 @@ _POLICY = Path(__file__).with_name("policy.yaml")
 
 @click.command()
 @DIRECTORIES
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=Path("policy.yaml"),
-    show_default=True,
-    metavar="FILE",
-    help="Policy file to write.",
-)
+@output("Policy file to write.", default="policy.yaml", show_default=True)
 @FORCE
 def init(directories: tuple[Path, ...], output: Path, *, force: bool) -> None:
     """Write a policy file with comments for the drives of this machine.
@@ -42,21 +34,15 @@ def init(directories: tuple[Path, ...], output: Path, *, force: bool) -> None:
     to which you may write. Without NVMe drives, the default is the directory for temporary files. To measure
     drives, use tba-offload doctor.
     """
-    must_be_new(output, force=force)
     found = {path: _look_at(path) for path in map(str, directories or _drives())}
-    with writing(output):
+    with writing(output, force=force):
         output.write_bytes(_policy(found).encode())
-    click.echo(
-        f"{output}: the policy was written, with {len(found)} "
-        f"{'directory' if len(found) == 1 else 'directories'}:"
-    )
+    click.echo(f"{output}: the policy was written, with these directories:")
     for path, place in found.items():
         click.echo(visible(f"  {path}: {place.words}"))
         for doubt in place.findings:
             click.echo(visible(f"  - {doubt}"))
-    click.echo(
-        f"Next steps: tba-offload check {shlex.quote(str(output))} --layers N, and tba-offload doctor DIR"
-    )
+    click.echo(f"Next: tba-offload check {shlex.quote(str(output))} --layers N, and tba-offload doctor DIR")
 
 
 def _drives() -> list[str]:

@@ -7,23 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tba_offload.cli.shared import FILE, FORCE, JSON, RATED, bandwidth_of, must_be_new, rates, size, writing
+from tba_offload.cli.shared import FILE, FORCE, JSON, RATED, bandwidth_of, output, rates, size, writing
 from tba_offload.formatting import visible
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
-
-    from click.decorators import FC
 
     from tba_offload.report.rok import Memory
 
 _RUN = click.argument("run", metavar="RUN.jsonl", type=FILE)
+_PEAKS = click.Choice(("activations", "device"))
 _RUNS = click.argument("runs", metavar="RUN.jsonl...", nargs=-1, required=True, type=FILE)
-
-
-def _output(what: str, **more: Any) -> Callable[[FC], FC]:
-    return click.option("-o", "--output", metavar="FILE", type=FILE, help=what, **more)
 
 
 @click.command()
@@ -48,25 +42,18 @@ def why(run: Path, *, as_json: bool) -> None:
 
 @click.command()
 @_RUNS
-@_output(
-    "Picture of the ROK curve to write (.svg or .png). For several pictures, repeat the option.",
-    multiple=True,
-)
+@output("Picture of the ROK curve to write (.svg or .png). Can be repeated.", multiple=True)
 @JSON
-@click.option(
-    "--memory",
-    type=click.Choice(("activations", "device")),
-    default="activations",
-    show_default=True,
-    help="Memory peak to compare: 'activations', or 'device' for all memory in use on the device "
-    "(weights, gradients, optimizer states and activations). On a CPU, 'device' means all memory of the "
-    "process.",
-)
+@click.option("--memory", type=_PEAKS, default="activations", show_default=True, help="Peak to compare.")
 def rok(runs: tuple[Path, ...], output: tuple[Path, ...], *, as_json: bool, memory: Memory) -> None:
     """Compare runs by memory peak and throughput, as a ROK curve (recompute, offload, keep).
 
     Each run is one point of the curve. The output is a table of the runs, the Pareto set and advice. A run is
     in the Pareto set if every faster run has a higher memory peak.
+
+    By default, the memory peak is the peak of activations. With --memory device, it is the peak of all memory
+    in use on the device: weights, gradients, optimizer states and activations. On a CPU, it is the peak of
+    all memory of the process.
     """
     from tba_offload.report import rok as report
     from tba_offload.report import text
@@ -85,28 +72,16 @@ def rok(runs: tuple[Path, ...], output: tuple[Path, ...], *, as_json: bool, memo
 
 @click.command()
 @_RUN
-@click.option("--budget", callback=size, metavar="SIZE", help="Limit of the activation peak, such as 12GiB.")
+@click.option("--budget", type=size, help="Limit of the activation peak, such as 12GiB.")
+@click.option("--device-bytes", type=size, help="Limit of all memory on the device, instead of --budget.")
+@click.option("--layers", type=click.IntRange(1, 10_000), help="Plan for a model with this number of layers.")
 @click.option(
-    "--device-bytes",
-    callback=size,
-    metavar="SIZE",
-    help="Limit of all memory on the device, such as 70GiB. Cannot be combined with --budget.",
-)
-@click.option(
-    "--layers",
-    type=click.IntRange(1, 10_000),
-    help="Plan for a model with this number of layers.  [default: as in the run]",
-)
-@click.option(
-    "--drives",
-    type=click.FloatRange(0.1),
-    default=1,
-    help="Plan for this many times the drive rates, such as 2 for twice as many drives.",
+    "--drives", type=click.FloatRange(0.1), default=1, help="Multiply the drive rates by this number."
 )
 @rates
 @RATED
-@_output("Policy file to write, with the chosen plan.")
-@click.option("--picture", type=FILE, metavar="FILE", help="Picture of the plans to write (.svg or .png).")
+@output("Policy file to write, with the chosen plan.")
+@click.option("--picture", type=FILE, help="Picture of the plans to write (.svg or .png).")
 @FORCE
 @JSON
 def plan(
@@ -128,7 +103,8 @@ def plan(
     does not wait for drives. If this peak is almost as high as with 'keep', the chosen plan keeps all layers.
 
     By default, plans use the drive rates in the run log. To use other rates, pass --write and --read, or
-    --dir. If the run kept all layers, the run log has no drive rates, and one of these options is required.
+    --dir. If the run kept all layers, the run log has no drive rates, and --write or --dir is required. To
+    plan for twice as many drives, pass --drives 2. With --rated, the output also has the life of the drives.
     """
     from tba_offload.planner.what_if import Situation
     from tba_offload.report import text
@@ -137,8 +113,6 @@ def plan(
 
     if goal["budget"] is not None and goal["device_bytes"] is not None:
         raise click.UsageError("--budget and --device-bytes cannot be combined. Use one of the two")
-    if output is not None:
-        must_be_new(output, force=force)
     if picture is not None:
         picture_kind(picture)
     situation = Situation.of(run, bandwidth_of(goal)).changed(layers=layers, drives=drives)
@@ -147,7 +121,7 @@ def plan(
         with writing(picture, (run,)):
             write_picture(picture, lambda: plans_figure(report))
     if output is not None:
-        with writing(output, (run,)):
+        with writing(output, (run,), force=force):
             output.write_bytes(policy.to_yaml().encode())
     if as_json:
         click.echo(json.dumps(report.as_json(), indent=2))
@@ -157,16 +131,9 @@ def plan(
 
 @click.command()
 @_RUN
-@_output(
-    "Picture (.svg or .png) or trace (.json) to write. For several files, repeat the option.",
-    multiple=True,
-    required=True,
-)
+@output("Picture (.svg or .png) or trace (.json) to write. Can be repeated.", multiple=True, required=True)
 @click.option(
-    "--step",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Number of the step to draw.  [default: the last step with a timeline]",
+    "--step", type=click.IntRange(1), help="Step to draw.  [default: the last step with a timeline]"
 )
 def timeline(run: Path, output: tuple[Path, ...], step: int | None) -> None:
     """Draw the timeline of one step: memory, traffic of each drive, layers and waits.
@@ -196,7 +163,7 @@ def timeline(run: Path, output: tuple[Path, ...], step: int | None) -> None:
 
 @click.command()
 @_RUNS
-@_output("HTML file to write. An existing file is replaced.", default="report.html", show_default=True)
+@output("HTML file to write. An existing file is replaced.", default="report.html", show_default=True)
 def report(runs: tuple[Path, ...], output: Path) -> None:
     """Write an HTML page about runs: the cost of each run, all steps, what holds memory, and advice.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,33 +12,36 @@ import click
 from tba_offload.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from click.decorators import FC
 
     from tba_offload.planner.model import Bandwidth
 
+COUNT = click.IntRange(min=1)
+"""Type of an option whose value is a number of 1 or more."""
+
 FILE: Any = click.Path(dir_okay=False, path_type=Path)
 """Type of an option whose value is the path of a file."""
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Print only the result, as one JSON object.")
-"""Option ``--json``, for output that programs read."""
-
 FORCE = click.option("--force", is_flag=True, help="Replace an existing file. Run logs are never replaced.")
-"""Option ``--force``, which replaces an existing output file."""
-
 DIRECTORIES = click.argument(
     "directories", metavar="[DIR]...", nargs=-1, type=click.Path(readable=False, path_type=Path)
 )
-"""Argument ``DIR``, which can be repeated: a directory on each drive."""
 
 
-def size(_context: click.Context, _parameter: click.Parameter, text: str | None) -> int | None:
+def output(what: str, **more: Any) -> Callable[[FC], FC]:
+    """Return the option ``-o`` of a command that writes files."""
+    return click.option("-o", "--output", type=FILE, help=what, **more)
+
+
+def size(text: str) -> int:
     """Return the number of bytes for an option value such as ``12GiB``."""
     from tba_offload.config import parse_size
 
     try:
-        found = None if text is None else parse_size(text)
+        found = parse_size(text)
     except ConfigError as error:
         raise click.BadParameter(str(error)) from error
     if found == 0:
@@ -47,33 +49,19 @@ def size(_context: click.Context, _parameter: click.Parameter, text: str | None)
     return found
 
 
-def rate(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+def rate(text: str) -> int:
     """Return the bytes per second for an option value such as ``6GB/s``."""
-    return size(context, parameter, text and text.removesuffix("/s"))
+    return size(text.removesuffix("/s"))
 
 
-RATED = click.option(
-    "--rated",
-    callback=size,
-    metavar="SIZE",
-    help="Rated writes (TBW) of all drives together, such as 600TB. The command uses them to compute the "
-    "life of the drives.",
-)
-"""Option ``--rated``: the rated endurance of the drives."""
+RATED = click.option("--rated", type=size, help="Rated writes (TBW) of all drives together, such as 600TB.")
 
 
 def rates(command: FC) -> FC:
     """Add the options for drive rates to a command. :func:`bandwidth_of` reads these options."""
-    write = click.option(
-        "--write", callback=rate, metavar="RATE", help="Write rate of all drives together, such as 6GB/s."
-    )
-    read = click.option("--read", callback=rate, metavar="RATE", help="Total read rate.  [default: --write]")
-    place = click.option(
-        "--dir",
-        "place",
-        metavar="DIR",
-        help="Directory on a drive. The command measures the rates of this drive.",
-    )
+    write = click.option("--write", type=rate, help="Write rate of all drives together, such as 6GB/s.")
+    read = click.option("--read", type=rate, help="Read rate of all drives together.  [default: --write]")
+    place = click.option("--dir", "place", metavar="DIR", help="Measure the rates of the drive with DIR.")
     return write(read(place(command)))
 
 
@@ -114,34 +102,26 @@ def _measured(**settings: Any) -> tuple[float, float]:
         return measure(store, device)[:2]
 
 
-def must_be_new(path: Path, *, force: bool) -> None:
-    """Raise ClickException if a file exists and ``--force`` is not given."""
-    if path.exists() and not force:
-        raise click.ClickException(
-            f"{path}: the file exists and was not replaced. Pass another file with -o, or pass --force to "
-            "replace this one"
-        )
-
-
 @contextlib.contextmanager
-def writing(path: str | os.PathLike[str], logs: Iterable[Path] = ()) -> Iterator[None]:
+def writing(path: Path, logs: Iterable[Path] = (), *, force: bool = True) -> Iterator[None]:
     """Turn an ``OSError`` in the block, which writes a file, into a ``ClickException``.
 
     Args:
         path: The file to write.
         logs: Run logs that the command reads. These files must not be replaced.
+        force: Whether to replace an existing file.
 
     Raises:
-        ClickException: The file cannot be written, or is one of the run logs.
+        ClickException: The file cannot be written, exists without ``force``, or is one of the run logs.
     """
-    output = Path(path)
-    if any(output.exists() and log.exists() and output.samefile(log) for log in logs):
-        raise click.ClickException(
-            f"{path}: the file is a run log and was not replaced. Pass another file with -o"
-        )
+    if any(path.exists() and log.exists() and path.samefile(log) for log in logs):
+        why = f"{path}: the file is a run log and was not replaced"
+        raise click.ClickException(f"{why}. Pass another file with -o")
+    if path.exists() and not force:
+        why = f"{path}: the file exists and was not replaced"
+        raise click.ClickException(f"{why}. Pass another file with -o, or replace this file with --force")
     try:
         yield
     except OSError as error:
-        raise click.ClickException(
-            f"{os.fspath(path)}: the file cannot be written: {error.strerror or error}"
-        ) from error
+        why = f"the file cannot be written: {error.strerror or error}"
+        raise click.ClickException(f"{path}: {why}") from error

@@ -68,7 +68,7 @@ def test_everything_wrong_is_told_by_line(policy: Path) -> None:
     [
         ([], "Missing option '--layers'"),
         (["many"], "'many' must be a number of layers"),
-        (["12", "decoder:12"], "several stacks need different names"),
+        (["12", "decoder:12"], "give each stack its own name"),
     ],
 )
 def test_a_wrong_command_line_has_exit_status_2(layers: list[str], message: str, policy: Path) -> None:

@@ -121,7 +121,7 @@ def test_without_a_file_it_takes_the_sizes_of_a_llama() -> None:
         (("--flops", "20G", "--write", "1GB/s"), "Pass --config, or pass --layers"),
         (
             ("--flops", "20G", "--layers", 2),
-            "the rates of the drives are unknown. Pass --write and --read, or pass --dir",
+            "the drive rates are unknown. Pass --write and --read, or pass --dir",
         ),
         (("--flops", "fast", "--write", "1GB/s"), "'fast' must be a number of FLOPs per second"),
         (("--write", "1GB/s"), "Missing option '--flops'"),
