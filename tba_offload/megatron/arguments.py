@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from tba_offload.config import FIT, OffloadConfig, StatesConfig, load_config
 from tba_offload.config.document import Source
 from tba_offload.errors import ConfigError, StoreError
-from tba_offload.store.file import check_directory
+from tba_offload.store.file import existing_directory
 
 _FILE, _SIZE = {"metavar": "FILE"}, {"metavar": "SIZE"}
 _DIRECTORIES = {"metavar": "DIR", "nargs": "+"}
@@ -181,7 +181,7 @@ def refuse_conflicts(arguments: argparse.Namespace, config: OffloadConfig) -> No
         StoreError: A store directory is missing or not accessible.
     """
     for directory in map(str, config.store.directories):
-        check_directory(directory)
+        existing_directory(directory)
     conflicts = [*CONFLICTS, *(STATES_CONFLICTS if config.states is not None else ())]
     if config.states is not None and config.states.masters == "offload":
         conflicts += MASTERS_CONFLICTS

@@ -194,8 +194,6 @@ class StepRecord:
             was freed.
         fallback_kept_bytes: Bytes of offloaded layers that were kept in memory, because the store was full,
             failed or was too slow.
-        checksum_seconds: CPU time that I/O threads spent on checksums since the end of the last step; 0 if a
-            GPU computes the checksums.
         drives_out_of_service: Number of drives that accept no writes at the end of the step, because a
             transfer failed or the drive did not answer.
         weights_read_bytes: Bytes of frozen weights that were read in the step; None if no frozen weights are
@@ -252,7 +250,6 @@ class StepRecord:
     given_up_bytes: int = 0
     held_bytes: int = 0
     fallback_kept_bytes: int = 0
-    checksum_seconds: float | None = None
     drives_out_of_service: int = 0
     weights_read_bytes: int | None = None
     weights_waited_seconds: float | None = None

@@ -255,7 +255,6 @@ def record_of(
         recomputed_scopes=sum(Placement(scope.placement).recomputes for scope in trace.scopes),
         scopes=len(trace.scopes),
         fallback_kept_bytes=stats.fallback_kept + session.capture.slow_kept_bytes,
-        checksum_seconds=sum(load.checksum_seconds for load in loads),
         drives_out_of_service=sum(not load.in_service for load in loads),
         left_alone_scopes=trace.left_alone,
         planning_seconds=session.planning.seconds,

@@ -7,7 +7,6 @@ several drives, failed drives and forks, so a :class:`Store` needs no code for t
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -81,7 +80,6 @@ class Store(ABC):
             ``lead`` of the extent is set to the address of the bytes in memory modulo the alignment.
         capacity: Largest number of bytes that extents may take; ``None`` for no limit except the free space.
         threads: Number of threads for each direction; ``None`` for the number in the configuration.
-        checksum: Object that computes the checksums of :meth:`write` and :meth:`read`.
     """
 
     kind: str
@@ -91,7 +89,6 @@ class Store(ABC):
     alignment: int = 1
     capacity: int | None = None
     threads: int | None = None
-    checksum: Checksum
 
     @property
     @abstractmethod
@@ -154,32 +151,24 @@ class Store(ABC):
 
 
 class Checksum:
-    """Computation of the xxh3 checksums of one store.
+    """The xxh3 checksum of the bytes of one transfer.
 
     Args:
-        on: Whether to compute checksums.
-
-    Attributes:
-        seconds: Processor time that I/O threads have spent on checksums so far.
+        on: Whether to compute the checksum.
     """
 
-    def __init__(self, *, on: bool) -> None:
-        self.on = on
-        self.seconds = 0.0
+    def __init__(self, *, on: bool = True) -> None:
+        # The functions of xxhash before 4.0 hold the GIL while they hash. The methods do not.
+        self._hasher = xxh3_64() if on else None
 
-    def begin(self) -> xxh3_64 | None:
-        """Return a new hasher; ``None`` without checksums.
+    def add(self, address: int, nbytes: int) -> None:
+        """Add bytes of host memory to the checksum."""
+        if self._hasher is not None:
+            self._hasher.update(posix.view(address, nbytes))
 
-        The hasher is an object, because the functions of xxhash before 4.0 hold the GIL while they hash.
-        """
-        return xxh3_64() if self.on else None
-
-    def add(self, hasher: xxh3_64 | None, address: int, nbytes: int) -> None:
-        """Add bytes of host memory to a hasher. Without a hasher, do nothing."""
-        if hasher is not None:
-            began = time.thread_time()
-            hasher.update(posix.view(address, nbytes))
-            self.seconds += time.thread_time() - began  # without a lock, an addition may be lost
+    def value(self) -> int | None:
+        """Return the checksum of all added bytes; ``None`` if no checksum is computed."""
+        return None if self._hasher is None else self._hasher.intdigest()
 
 
 class Load(NamedTuple):
@@ -204,7 +193,6 @@ class DriveLoad(NamedTuple):
         in_service: Whether the drive takes writes; False for a while after a failure.
         room: Largest number of bytes that the store may put on the drive: the set capacity, or the size at
             which the drive was full. ``None`` if unknown; 0 while the drive is out of service.
-        checksum_seconds: Processor time of I/O threads for checksums.
     """
 
     write: Load
@@ -212,7 +200,6 @@ class DriveLoad(NamedTuple):
     tier: str = DRIVE_TIER
     in_service: bool = True
     room: int | None = None
-    checksum_seconds: float = 0.0
 
 
 class Moved(NamedTuple):

@@ -17,7 +17,7 @@ from tba_offload.device import ByteRange, aligned_range
 from tba_offload.errors import StoreError
 from tba_offload.formatting import readable_rate, readable_size, visible
 from tba_offload.store import posix
-from tba_offload.store.file import opened_directory
+from tba_offload.store.file import existing_directory
 from tba_offload.store.open import open_store
 from tba_offload.store.pool import Transfer
 
@@ -130,18 +130,17 @@ def location_of(directory: str) -> Location:
     """Return the location of a directory.
 
     Raises:
-        StoreError: The directory cannot be reached.
+        StoreError: The directory does not exist, or cannot be reached.
     """
-    with opened_directory(directory) as fd:
-        mount, room = posix.mount_of(f"/proc/self/fd/{fd}"), os.fstatvfs(fd)
+    here = existing_directory(directory)
+    mount, room = posix.mount_of(str(here)), os.statvfs(here)
     free, total = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
     mounted = f"{mount.kind} on {mount.source or 'an unknown device'}"
     words = f"{mounted}; {readable_size(free)} free of {readable_size(total)}"
-    findings = []
-    if mount.place in _DOUBTS:
-        doubt = f"{mount.kind} is a {mount.place} file system: {_DOUBTS[mount.place]}"
-        findings.append(f"{doubt}. Choose a directory on a local NVMe drive with ext4 or XFS")
-    return Location(words, findings)
+    if mount.place not in _DOUBTS:
+        return Location(words, [])
+    doubt = f"{mount.kind} is a {mount.place} file system: {_DOUBTS[mount.place]}"
+    return Location(words, [f"{doubt}. Choose a directory on a local NVMe drive with ext4 or XFS"])
 
 
 def examine(directories: Sequence[str], device: Device, *, bench: bool = False) -> dict[str, Any]:

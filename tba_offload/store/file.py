@@ -7,9 +7,9 @@ mapped memory, because a block is no larger than a page. The ``lead`` of an exte
 start of the write to the payload. A read without a copy is possible if the target has the same lead, and if
 the target's storage contains the whole first and last block.
 
-Bytes are copied through a staging slab in three cases: the bytes are on a GPU, the target has another lead,
-or the drive computes checksums. A drive with checksums requires that the bytes next to the payload do not
-change during the write.
+Bytes are copied through a staging slab in three cases: the bytes are on a GPU, the target of a read has
+another lead, or the file system is neither ext4 nor XFS. Other file systems may compute checksums of blocks
+during a write, so the bytes next to the payload must not change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import os
 import secrets
 import shlex
 import stat
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,10 +45,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM)  # a container may forbid unknown calls
 _LEFT_FREE_SHARE, _LEFT_FREE_BYTES = 20, 1 << 30  # a twentieth of the file system, at least 1 GiB
 _GROWTH = 64 << 20  # a file grows by this many bytes more than needed
-_MOST_LINKS = 40
 # Small blocks save memory, because a buffer for a read is padded to blocks. Other file systems may accept
 # transfers smaller than their own block, and use the page cache for these transfers without an error.
-_SMALL_BLOCKS, _KEEPS_DIRECT = (512, BLOCK), ("ext4", "xfs")
+_SMALL_BLOCKS, _LOCAL = (512, BLOCK), ("ext4", "xfs")
 
 
 class FileStore(Store):
@@ -92,10 +91,9 @@ class FileStore(Store):
         checksum: bool = True,
         slabs: int = 0,
     ) -> None:
-        self.name, self.device, self.checksum = os.fspath(directory), device, Checksum(on=checksum)
+        self.name, self.device, self.checksum = os.fspath(directory), device, checksum
         self.capacity = None if capacity is None else capacity // BLOCK * BLOCK
         self.size = 0
-        self._run = Path(self.name).expanduser().absolute() / f"tba-{secrets.token_hex(8)}"
         self._slabs = [device.host_memory(SLAB_BYTES) for _ in range(slabs if device.pins_memory else 0)]
         self._create()
 
@@ -111,40 +109,40 @@ class FileStore(Store):
             "in_memory": self.mount.place == posix.MEMORY,
             "alignment": self.block,
             "capacity": self.capacity,
-            "checksum": self.checksum.on,
+            "checksum": self.checksum,
         }
 
     def write(self, extent: Extent, source: ByteRange) -> int | None:
         """Write the bytes of an extent, without a copy if possible. See :meth:`Store.write`."""
         lead, nbytes, block = extent.lead, extent.nbytes, self.block
         span = -(-(lead + nbytes) // block) * block
-        is_still = span == nbytes or not self._stable_pages  # bytes next to the payload may change
-        hasher = self.checksum.begin()
+        is_still = span == nbytes or self.mount.kind in _LOCAL  # bytes next to the payload may change
+        checksum = Checksum(on=self.checksum)
         if is_still and source.address % block == lead and not self.device.pins_memory:
-            self.checksum.add(hasher, source.address, nbytes)
+            checksum.add(source.address, nbytes)
             self._move("write", posix.pwrite, source.address - lead, span, extent.offset)
         else:
             for staged, data, address, length, offset in self._pieces(extent, source, span):
                 self.device.copy(staged, data, READY)
-                self.checksum.add(hasher, staged.data_ptr(), staged.numel())
+                checksum.add(staged.data_ptr(), staged.numel())
                 self._move("write", posix.pwrite, address, length, offset)
-        return None if hasher is None else hasher.intdigest()
+        return checksum.value()
 
     def read(self, extent: Extent, target: ByteRange) -> int | None:
         """Read the bytes of an extent, without a copy if possible. See :meth:`Store.read`."""
         lead, nbytes, block = extent.lead, extent.nbytes, self.block
         span = -(-(lead + nbytes) // block) * block
         has_padding = 0 <= target.start - lead <= target.storage.nbytes() - span
-        hasher = self.checksum.begin()
+        checksum = Checksum(on=self.checksum)
         if has_padding and target.address % block == lead and not self.device.pins_memory:
             self._move("read", posix.pread, target.address - lead, span, extent.offset)
-            self.checksum.add(hasher, target.address, nbytes)
+            checksum.add(target.address, nbytes)
         else:
             for staged, data, address, length, offset in self._pieces(extent, target, span):
                 self._move("read", posix.pread, address, length, offset)
-                self.checksum.add(hasher, staged.data_ptr(), staged.numel())
+                checksum.add(staged.data_ptr(), staged.numel())
                 self.device.copy(data, staged, READY)
-        return None if hasher is None else hasher.intdigest()
+        return checksum.value()
 
     def _pieces(
         self, extent: Extent, memory: ByteRange, span: int
@@ -235,7 +233,6 @@ class FileStore(Store):
         """
         with suppress(OSError):
             os.close(self.fd)
-        self._remove()
         self._slabs.clear()
 
     def abandon(self) -> None:
@@ -252,52 +249,35 @@ class FileStore(Store):
                     os.close(int(path.name))
 
     def _create(self) -> None:
-        """Create the file in a new directory that other users cannot access, and remove both names."""
-        with opened_directory(self.name) as parent, ExitStack() as stack:
-            os.mkdir(self._run.name, 0o700, dir_fd=parent)
-            stack.callback(self._remove)
-            run = os.open(self._run.name, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-            stack.callback(os.close, run)
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            self.fd = os.open("extents", flags, 0o600, dir_fd=run)
-            stack.callback(os.unlink, "extents", dir_fd=run)
-            try:
-                self.mount = posix.mount_of(f"/proc/self/fd/{self.fd}")
-                self._check_own(os.fstat(run), os.fstat(self.fd))
-                self.start()
-            except BaseException:
-                self.close()
-                raise
+        """Create the file, and remove its name.
 
-    def _check_own(self, run: os.stat_result, file: os.stat_result) -> None:
-        """Check that no other user owns the new directory, and that other users cannot read the file.
-
-        The owner of the directory is compared with the owner of the new file, because a file server may give
-        all files an owner that is not the user of this process.
+        The owner of the file is not checked, because a file server may give all files another owner than the
+        user of this process.
         """
-        mode = (run.st_mode | file.st_mode) & 0o777
-        if run.st_uid != file.st_uid or mode & 0o077:
-            what = f"other users may read files in this directory: a new file has owner {file.st_uid}"
-            remedy = "choose a directory that only you may write to, and mount its drive with umask=077"
-            raise StoreError(
-                errno.EPERM,
-                f"{what}, a new directory has owner {run.st_uid}, and the mode is {mode:04o}; {remedy}",
-                self.name,
-            )
-
-    def _remove(self) -> None:
-        with suppress(OSError):  # network file systems keep the name of an open file in its directory
-            self._run.rmdir()
+        path = existing_directory(self.name) / f"tba-{secrets.token_hex(8)}"
+        try:
+            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise store_error("no file can be created in this directory", error, self.name) from error
+        with ExitStack() as named, ExitStack() as opened:
+            named.callback(path.unlink)
+            opened.callback(self.close)
+            if (mode := os.fstat(self.fd).st_mode & 0o777) & 0o077:
+                what = f"other users may read the file of the store, because a new file has mode {mode:04o}"
+                remedy = "choose a directory on another drive, or mount this drive with umask=077"
+                raise StoreError(errno.EPERM, f"{what}; {remedy}", self.name)
+            self.mount = posix.mount_of(f"/proc/self/fd/{self.fd}")
+            self.start()
+            opened.pop_all()
 
     def start(self) -> None:
         """Choose the I/O path: direct I/O with the smallest possible block, or buffered I/O.
 
         This method is called once, before the file is unlinked.
         """
-        self._stable_pages = posix.needs_stable_pages(self.fd)
         flags, memory = fcntl.fcntl(self.fd, fcntl.F_GETFL), memoryview(mmap.mmap(-1, BLOCK))
         self.reason = f"{self.mount.kind} is in memory"
-        sizes = _SMALL_BLOCKS if self.mount.kind in _KEEPS_DIRECT else (BLOCK,)
+        sizes = _SMALL_BLOCKS if self.mount.kind in _LOCAL else (BLOCK,)
         for size in sizes if self.mount.place != posix.MEMORY else ():
             try:
                 fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | os.O_DIRECT)
@@ -319,57 +299,27 @@ class FileStore(Store):
 # ---- directories -------------------------------------------------------------------------------------------
 
 
-def check_directory(path: str) -> None:
-    """Check that a directory exists and can be opened.
+def existing_directory(name: str) -> Path:
+    """Return the absolute path of a directory, without symbolic links.
 
-    Raises:
-        StoreError: The directory cannot be used.
-    """
-    with opened_directory(path):
-        pass
-
-
-@contextmanager
-def opened_directory(path: str) -> Iterator[int]:
-    """Open a directory, for use as ``dir_fd``.
-
-    Symbolic links are followed, except links of other users in directories that everybody may write to. A
-    missing directory is not created, because the path may be misspelled, or the drive may not be mounted.
+    A missing directory is not created, because the path may be misspelled, or the drive may not be mounted.
     Without the drive, the files would fill the system's disk.
 
     Raises:
-        StoreError: The directory cannot be used, or the ``with`` block raised an ``OSError``.
+        StoreError: The directory does not exist, or cannot be reached.
     """
-    try:
-        fd = _open_directory(path)
+    here = Path(os.path.realpath(Path(name).expanduser()))
+    for part in (*reversed(here.parents), here):
         try:
-            yield fd
-        finally:
-            os.close(fd)
-    except StoreError:
-        raise
-    except OSError as error:
-        raise store_error("no file can be created in this directory", error, path) from error
-
-
-def _open_directory(path: str) -> int:
-    here = Path(path).expanduser().absolute()
-    for _ in range(_MOST_LINKS):
-        link = next((part for part in (*reversed(here.parents), here) if part.is_symlink()), None)
-        if link is None:
-            break
-        if link.parent.stat().st_mode & stat.S_IWOTH and link.lstat().st_uid not in {0, os.geteuid()}:
-            why = f"the link {link.name!r} of another user is in a directory that everybody may write to"
-            raise StoreError(errno.ELOOP, f"{why}; name the directory to which the link points", path)
-        here = link.parent / link.readlink() / here.relative_to(link)
-    try:
-        return os.open(here, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        wrong = next(part for part in (*reversed(here.parents), here) if not part.is_dir())
-        if wrong.exists():
-            raise StoreError(error.errno, f"{wrong.name!r} is a file; choose a directory", path) from None
-        remedy = f"mount the drive, or create the directory: mkdir -p {shlex.quote(str(here))}"
-        raise StoreError(errno.ENOENT, f"{wrong.name!r} does not exist; {remedy}", path) from None
+            mode = part.stat().st_mode
+        except FileNotFoundError:
+            remedy = f"mount the drive, or create the directory: mkdir -p {shlex.quote(str(here))}"
+            raise StoreError(errno.ENOENT, f"{part.name!r} does not exist; {remedy}", name) from None
+        except OSError as error:
+            raise store_error("this directory cannot be opened", error, name) from error
+        if not stat.S_ISDIR(mode):
+            raise StoreError(errno.ENOTDIR, f"{part.name!r} is a file; choose a directory", name)
+    return here
 
 
 def store_error(what: str, error: OSError, directory: str) -> StoreError:

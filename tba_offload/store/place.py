@@ -80,7 +80,6 @@ class Place:
         self._growing = Lock()
         self._needs: deque[int] = deque(maxlen=STEPS_KEPT)
         self.needed = 0
-        self._checksum_seconds = 0.0
         writers, readers = store.threads or writers, store.threads or readers
         self.pool = WorkerPool(store.name, store.device.bind_thread, run, writers=writers, readers=readers)
 
@@ -185,15 +184,12 @@ class Place:
         Args:
             is_beside: Whether the :class:`MultiStore` has both drives and host memory.
         """
-        seconds, before = self.store.checksum.seconds, self._checksum_seconds
-        self._checksum_seconds = seconds
         return DriveLoad(
             self.writes.take(),
             self.reads.take(),
             self.store.tier if is_beside else DRIVE_TIER,
             in_service=self.cause is None,
             room=self.limit if self.cause is None else 0,
-            checksum_seconds=seconds - before,
         )
 
 

@@ -11,7 +11,6 @@ import errno
 import os
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,30 +68,15 @@ def view(address: int, nbytes: int) -> memoryview:
     return window
 
 
-def needs_stable_pages(fd: int) -> bool:
-    """Return True if memory must not change while the memory is written to the file.
-
-    Linux sets the flag ``stable_writes`` for drives that compute checksums of blocks. If no drive is found,
-    return True, because the file system may compute checksums.
-    """
-    device = os.fstat(fd).st_dev
-    node = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
-    for queue in (node / "queue", node / ".." / "queue"):  # a partition uses the queue of its disk
-        with suppress(OSError):
-            return (queue / "stable_writes").read_text().strip() != "0"
-    return True
-
-
 # ---- file systems -----------------------------------------------------------------------------------------
 
-MEMORY, NETWORK, LAYERS, DRIVE = "memory", "network", "layers", "drive"
+MEMORY, NETWORK, DRIVE = "memory", "network", "drive"
 """Values of :attr:`Mount.place`."""
 
 _PLACES = {
     **dict.fromkeys(("tmpfs", "ramfs", "rootfs", "hugetlbfs"), MEMORY),
     **dict.fromkeys(("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "beegfs", "gpfs", "afs"), NETWORK),
     **dict.fromkeys(("9p", "virtiofs", "orangefs", "gfs2", "ocfs2"), NETWORK),
-    "overlay": LAYERS,
 }
 
 
@@ -103,9 +87,8 @@ class Mount(NamedTuple):
         kind: The kernel's name of the file system, such as ``"nfs4"`` or ``"fuse.sshfs"``; ``"unknown"`` if
             the kernel does not report the name.
         source: The mounted device or export, such as ``"/dev/nvme0n1p1"``; empty if unknown.
-        place: Where the file system keeps its bytes: ``"memory"``, ``"network"``, ``"layers"`` or
-            ``"drive"``. File systems in user space count as ``"network"``. ``"layers"`` means an overlay. If
-            the upper layer of an overlay is known to be in memory, the value is ``"memory"``.
+        place: Where the file system keeps its bytes: ``"memory"``, ``"network"`` or ``"drive"``. File systems
+            in user space count as ``"network"``, and overlays count as ``"drive"``.
     """
 
     kind: str = "unknown"
@@ -125,14 +108,10 @@ def mount_of(path: str) -> Mount:
     except OSError:
         return Mount()
     number = re.search(r"^mnt_id:\s*(\d+)$", info, re.MULTILINE)
-    line = number and re.search(rf"^{number[1]} .* - (\S*) (\S*) (\S*)$", mounts, re.MULTILINE)
+    line = number and re.search(rf"^{number[1]} .* - (\S*) (\S*) \S*$", mounts, re.MULTILINE)
     if not line:
         return Mount()
     # White space and backslashes are octal numbers.
     unescaped = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), word) for word in line.groups())
-    kind, source, options = unescaped
-    place = NETWORK if kind.startswith("fuse") else _PLACES.get(kind, DRIVE)
-    upper = re.search(r"(?:^|,)upperdir=(/[^,]*)", options)  # a container cannot see its host's directory
-    if upper and mount_of(upper[1]).place == MEMORY:
-        place = MEMORY
-    return Mount(kind, source, place)
+    kind, source = unescaped
+    return Mount(kind, source, NETWORK if kind.startswith("fuse") else _PLACES.get(kind, DRIVE))

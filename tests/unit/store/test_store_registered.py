@@ -13,7 +13,6 @@ from models import assert_same_history, make_model, train
 import tba_offload as tba
 from tba_offload.device import READY
 from tba_offload.store import Store, register_kind, unregister_kind
-from tba_offload.store.base import Checksum
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,7 +34,7 @@ class Shelf(Store):
     kind = name = "shelf"
 
     def __init__(self, device: Device, capacity: int | None = None) -> None:
-        self.device, self.capacity, self.checksum = device, capacity, Checksum(on=False)
+        self.device, self.capacity = device, capacity
         self.held: dict[int, torch.Tensor] = {}
         self.failures: dict[str, list[BaseException]] = {"write": [], "read": []}
 
