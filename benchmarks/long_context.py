@@ -106,10 +106,8 @@ class Shape:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of the inputs of all layers, and of cosine and sine of the positions, which layers share."""
-        config = self.config()
-        width = self.layers * config.hidden_size + 2 * config.head_dim
-        return int(width * self.context * DTYPES[self.dtype].itemsize)
+        """Bytes of the inputs of all layers. Cosine and sine, which layers share, stay in memory."""
+        return self.layers * MODELS[self.model]["hidden_size"] * self.context * DTYPES[self.dtype].itemsize
 
     def build(self, device: str) -> Any:
         """Return the model, with gradients of zero: they shall not count as activations."""

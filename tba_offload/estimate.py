@@ -496,7 +496,7 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             hooks = RematerializingHooks(self._capture, key, self._verifier, when_slow=False)
         elif way.offloads:
             stays = Staying(way.percent).stays if way.percent < 100 else None
-            hooks = LayerHooks(self._capture, key, when_slow=False, stays=stays)
+            hooks = LayerHooks(self._capture, key, when_slow=False, stays=stays, saves_inputs=way.recomputes)
         hooks.understands = lambda tensor, _: tensor.layout is torch.strided
         if way.recomputes:
             forward = partial(_recomputed, forward)

@@ -107,8 +107,8 @@ class Capture:
         budget_bytes: Maximum bytes of activations in memory for layers placed ``auto``; ``None`` for no
             limit.
         slow_kept_bytes: Bytes kept in this step because the drive was too slow.
-        learned: For each layer, the activations that are not offloaded because another reference keeps them
-            in memory. Each entry has the index and the size of an activation.
+        learned: For each layer, the activations that are not offloaded, because another reference keeps them
+            in memory or recomputed layers share them. Each entry has the index and the size of an activation.
     """
 
     def __init__(self, offloader: Offloader, *, min_tensor_bytes: int) -> None:
@@ -145,6 +145,10 @@ class Capture:
         """Return True if :meth:`note_kept` was called for this storage in this step."""
         kept = self.kept.get(storage._cdata)
         return kept is not None and kept() is storage
+
+    def learn(self, trace: ActivationTrace) -> None:
+        """Keep an activation in memory in later steps."""
+        self.learned.setdefault(trace.key.scope.layer, set()).add((trace.key.number, trace.nbytes))
 
     def note_kept(self, storage: torch.UntypedStorage) -> None:
         """Keep a storage in memory until the end of this step, even if autograd saves it again."""
@@ -191,8 +195,7 @@ class Capture:
         if is_first and trace.unpacked_at is None:
             trace.unpacked_at = perf_counter()
             if saved.was_held:  # another reference keeps the bytes in memory
-                learned = self.learned.setdefault(trace.key.scope.layer, set())
-                learned.add((trace.key.number, trace.nbytes))
+                self.learn(trace)
             self.schedule.used(trace.key)
         return tensor
 
@@ -264,15 +267,24 @@ class LayerHooks:
         stays: Function that takes the bytes of an activation and returns True if the activation stays in
             memory. ``stays`` is called once for each activation, in the order of saving. If ``stays`` is
             ``None``, all activations are offloaded.
+        saves_inputs: Whether the hooks see only the inputs of a layer that is recomputed. Inputs that several
+            layers share, such as masks, stay in memory from the second step on.
     """
 
     is_of_tba_offload = True  # torch.func transforms start with these hooks removed
     understands = staticmethod(views.is_understood)
 
     def __init__(
-        self, capture: Capture, key: ScopeKey, *, when_slow: bool, stays: Callable[[int], bool] | None = None
+        self,
+        capture: Capture,
+        key: ScopeKey,
+        *,
+        when_slow: bool,
+        stays: Callable[[int], bool] | None = None,
+        saves_inputs: bool = False,
     ) -> None:
         self.capture, self._key, self._when_slow, self._stays = capture, key, when_slow, stays
+        self._saves_inputs = saves_inputs
         self._learned = capture.learned.get(key.layer, ())
         self._may_keep = bool(self._learned) or when_slow or stays is not None
         # Autograd holds this function, so the function must not refer to this object, which belongs to one
@@ -369,6 +381,10 @@ class LayerHooks:
         packed.view = local.dtype, local.shape, local.stride(), local.storage_offset()  # type: ignore[assignment]
         if place is None:
             capture.trace.deduplicated_bytes += local.nbytes
+            first: ActivationKey = saved.trace.key
+            if self._saves_inputs and first.scope.layer != self._key.layer:
+                # Otherwise, the first of these layers in backward would wait for a read.
+                capture.learn(saved.trace)
             is_like = type(tensor) is torch.Tensor and saved.probe.dtype is tensor.dtype
             packed.probe = saved.probe if is_like else views.version_probe(tensor)
         else:

@@ -152,7 +152,7 @@ class LayerRuns:
         if placement.rebuilds and not site.is_compiled:  # modes do not see operations of a compiled graph
             return RematerializingHooks(capture, key, self._session.verifier, when_slow=slow)
         stays = Staying(placement.percent).stays if placement.percent < 100 else None
-        return LayerHooks(capture, key, when_slow=slow, stays=stays)
+        return LayerHooks(capture, key, when_slow=slow, stays=stays, saves_inputs=placement.recomputes)
 
     def _keeps_when_slow(self, placement: Placement) -> bool:
         """Return True if activations stay in memory while the drive is slow.

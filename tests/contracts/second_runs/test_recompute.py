@@ -160,6 +160,29 @@ def test_inputs_are_freed_however_they_were_given() -> None:
         loss.backward()
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return F.gelu(self.linear(x)) * table
+
+
+def test_what_all_layers_share_stays_in_memory_so_that_backward_does_not_wait_for_it() -> None:
+    layers = nn.ModuleList(Scaled() for _ in range(2 * LAYERS))
+    with session_for(layers, default=INPUTS, layers=list(layers)) as session:
+        for _ in range(3):
+            with session.step():
+                x, table = torch.randn(ROWS, WIDTH, requires_grad=True) * 1, torch.rand(ROWS, WIDTH)
+                for layer in layers:
+                    x = layer(x, table)
+                del table
+                x.sum().backward()
+        shared = [record.read_bytes + record.forwarded_bytes for record in session.records]
+    assert [each - 2 * LAYERS * x.nbytes for each in shared] == [x.nbytes, 0, 0]
+
+
 # Checkpoints of the program
 
 SAVED_AGAIN = hasattr(_CheckpointFrame, "save_inputs")
