@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import copy
 import ctypes
 import functools
+import gc
 import logging
 import tempfile
 import warnings
@@ -16,12 +16,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from later import Later
+from models import assert_same_tensors
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import tba_offload as tba
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from tba_offload.report.log import StepRecord
 
 transformers, peft = Later("transformers"), Later("peft")
 
@@ -83,9 +87,6 @@ BASES: dict[str, Callable[[], Any]] = {
 }
 """The data type of a base, or how it is quantized when it is loaded."""
 
-BITSANDBYTES = ("nf4", "nf4, double", "fp4", "int8")
-TORCHAO = ("torchao int8", "torchao int4", "torchao float8")
-
 
 @functools.cache
 def saved(family: str, **sizes: Any) -> Path:
@@ -121,17 +122,19 @@ def make(family: str, base: str = "fp32", **sizes: Any) -> Any:
         for parameter in model.parameters():
             if type(parameter) is nn.Parameter:  # in memory of malloc's, and not in the file that was loaded
                 parameter.data = parameter.data.clone()
-        for (
-            module
-        ) in model.modules():  # else bitsandbytes packs weights for evaluation in a way that cannot train
-            vars(module).update(
-                {name: False for name in vars(module) if name == "support_avx512bf16_for_cpu"}
-            )
+        pack_in_evaluation(model, does=False)
         torch.manual_seed(1)
         # Where experts are one parameter, peft adapts those without dropout only.
         modules = ATTENTION if family == "Mixtral" else "all-linear"
         lora = {"r": 4, "lora_dropout": 0.1, "init_lora_weights": "gaussian", "target_modules": modules}
         return peft.get_peft_model(model, peft.LoraConfig(**lora)).train()
+
+
+def pack_in_evaluation(model: nn.Module, *, does: bool) -> None:
+    """Whether bitsandbytes packs weights for evaluation in a way that cannot train."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = does
 
 
 def layers_of(model: Any) -> nn.ModuleList:
@@ -189,6 +192,14 @@ def nbytes_of(parts: list[tuple[str, Tensor]]) -> int:
     return sum(part.numel() * part.itemsize for _, part in parts)
 
 
+def frozen(model: nn.Module) -> list[nn.Parameter]:
+    return [each for each in layers_of(model).parameters() if not each.requires_grad and each.ndim > 1]
+
+
+def values_of(tensor: Any) -> list[Tensor]:
+    return [part.clone() for _, part in parts_of(tensor)]
+
+
 # ---- training ------------------------------------------------------------------------------------
 
 
@@ -224,34 +235,54 @@ class Training:
     def generate(self) -> None:
         self.model.eval()
         ids = batch(98, rows=1, length=4)["input_ids"]
-        mask = torch.ones_like(ids)
-        self.seen.append(
-            self.model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
-        )
+        words = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        self.seen.append(self.model.generate(**words, max_new_tokens=3, do_sample=False))
         self.model.train()
 
-    def results(self) -> list[Tensor]:
-        """What must not change: all that was returned, and what was trained."""
+    def finish(self) -> None:
+        self.step(1)
+        self.evaluate()
+
+    def note(self, found: object) -> None:
+        """Keep copies of tensors, numbers and bytes, in whatever they are held."""
+        for leaf in tree_leaves(found):
+            if isinstance(leaf, Tensor):
+                self.seen.append(leaf.detach().clone())
+            elif leaf is not None:
+                self.seen.append(torch.tensor(list(leaf) if isinstance(leaf, bytes) else leaf))
+
+    def trained(self) -> list[Tensor]:
+        """All that was returned, and what was trained."""
         return [*self.seen, *(each.detach().clone() for each in trained_of(self.model))]
+
+    def results(self) -> list[Tensor]:
+        """What must not change: the frozen weights too."""
+        return [*self.trained(), *(part for _, part in frozen_parts(self.model))]
+
+
+def compare(
+    made: Callable[[], Any], program: Callable[[Training], object], directory: Path, **settings: Any
+) -> list[StepRecord]:
+    """Train two equal models by a program, one with its frozen weights offloaded: the same bits.
+
+    Afterwards no weight is left in memory.
+    """
+    plain, found = Training(made()), Training(made())
+    program(plain)
+    with offloaded(found.model, directory, **settings) as session:
+        program(found)
+        gc.collect()
+        assert session.weights is not None
+        assert session.weights.resident_bytes == 0
+    assert_same_tensors(found.results(), plain.results())
+    return session.records
 
 
 # ---- memory, as malloc counts it -----------------------------------------------------------------
 
 
 class _MallInfo(ctypes.Structure):
-    _names = (
-        "arena",
-        "ordblks",
-        "smblks",
-        "hblks",
-        "hblkhd",
-        "usmblks",
-        "fsmblks",
-        "uordblks",
-        "fordblks",
-        "top",
-    )
-    _fields_ = [(name, ctypes.c_size_t) for name in _names]  # as ctypes has it
+    _fields_ = [("counts", ctypes.c_size_t * 10)]
 
 
 _malloc = ctypes.CDLL(None)
@@ -260,8 +291,8 @@ _malloc.mallinfo2.restype = _MallInfo
 
 def live_bytes() -> int:
     """Bytes that malloc has given out and that were not freed."""
-    found = _malloc.mallinfo2()
-    return int(found.uordblks + found.hblkhd)
+    _, _, _, _, hblkhd, _, _, uordblks, _, _ = _malloc.mallinfo2().counts
+    return int(uordblks + hblkhd)
 
 
 class Observer:
@@ -280,7 +311,3 @@ class Observer:
         self._look()
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(self._look)  # type: ignore[no-untyped-call]
-
-
-def copied(tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    return [(name, copy.deepcopy(tensor.detach())) for name, tensor in tensors]

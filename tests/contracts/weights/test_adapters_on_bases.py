@@ -1,7 +1,10 @@
-"""Adapters on frozen bases of all kinds are trained to the same bits."""
+"""Adapters on frozen bases of all kinds are trained to the same bits, on the memory of two layers."""
 
 from __future__ import annotations
 
+import functools
+import gc
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,18 +12,24 @@ import torch
 from bases import (
     BASES,
     FAMILIES,
-    Later,
+    LAYERS,
+    WIDE,
+    Observer,
     Training,
     batch,
-    copied,
+    compare,
     frozen_parts,
+    live_bytes,
     make,
+    nbytes_of,
     offloaded,
     parts_of,
     policy,
     quiet,
 )
 from covering import each_once, of_which
+from harness import KIB
+from later import Later
 from models import assert_same_tensors
 
 from tba_offload.integrations.transformers import OffloadCallback
@@ -29,8 +38,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from torch import Tensor
 
-transformers, trl, datasets = Later("transformers"), Later("trl"), Later("datasets")
+transformers, trl, datasets, tokenizers = map(Later, ("transformers", "trl", "datasets", "tokenizers"))
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
@@ -61,22 +71,19 @@ def generating(training: Training, _: Path) -> None:
         training.generate()
 
 
-def saving(training: Training, directory: Path) -> None:
+def saving(training: Training, folder: Path) -> None:
     """Save and load between steps: what is written, and what the model computes then."""
     training.step(0)
     state = training.model.state_dict()
-    for each in state.values():
-        training.seen += [part.clone() for _, part in parts_of(each)]
-    folder = directory / "saved"
+    training.note([[part for _, part in parts_of(each)] for each in state.values()])
     with quiet():
-        training.model.save_pretrained(folder)
-    training.seen.append(torch.tensor(list((folder / "adapter_model.safetensors").read_bytes())))
+        training.model.save_pretrained(folder / "saved")
+    training.note((folder / "saved" / "adapter_model.safetensors").read_bytes())
     torch.save(state, folder / "all.pt")
     loaded = torch.load(folder / "all.pt", weights_only=False)
-    if not any(
-        name.endswith("SCB") for name in loaded
-    ):  # which bitsandbytes loads before the first step only
-        training.model.load_state_dict(loaded, strict=False)  # as its other entries are not known to it
+    # bitsandbytes loads these entries before the first step only, and does not know others of its own.
+    if not any(name.endswith("SCB") for name in loaded):
+        training.model.load_state_dict(loaded, strict=False)
     training.step(1)
 
 
@@ -95,76 +102,99 @@ WAYS: dict[str, Callable[[Training, Path], None]] = {
 
 @pytest.mark.parametrize(("base", "family", "way"), each_once(list(BASES), list(FAMILIES), list(WAYS)))
 def test_adapters_are_trained_to_the_same_bits(base: str, family: str, way: str, tmp_path: Path) -> None:
-    plain, found = (Training(make(family, base)) for _ in range(2))
-    before = copied(frozen_parts(plain.model))
-    folders = [tmp_path / name for name in ("plain", "found", "drive")]
-    for folder in folders:
-        folder.mkdir()
-    WAYS[way](plain, folders[0])
-    with offloaded(found.model, folders[2]):
-        WAYS[way](found, folders[1])
-    assert_same_tensors(found.results(), plain.results())
-    after = dict(frozen_parts(found.model))
-    assert_same_tensors([after[name] for name, _ in before], [tensor for _, tensor in before])
+    (tmp_path / "drive").mkdir()
+    compare(lambda: make(family, base), lambda training: WAYS[way](training, tmp_path), tmp_path / "drive")
 
 
 @pytest.mark.parametrize("base", of_which(BASES, "bf16", "nf4, double", "int8", "torchao int8"))
 def test_adapters_are_merged_after_the_session_is_closed(base: str, tmp_path: Path) -> None:
     logits = []
-    for directory in (None, tmp_path):
+    for attach in (nullcontext, functools.partial(offloaded, directory=tmp_path)):
         training = Training(make("Llama", base))
-        if directory is None:
+        with attach(training.model):
             plainly(training, tmp_path)
-        else:
-            with offloaded(training.model, directory):
-                plainly(training, tmp_path)
-        merged = training.model.merge_and_unload()
         with torch.no_grad():
-            logits.append(merged.eval()(**batch(7)).logits)
+            logits.append(training.model.merge_and_unload().eval()(**batch(7)).logits)
     assert_same_tensors(logits[1:], logits[:1])
+
+
+# Memory
+
+
+MEASURED = [
+    *[("Llama", base) for base in BASES],
+    *[(family, "nf4, double") for family in FAMILIES if family != "Llama"],
+    ("Mixtral", "bf16"),
+]
+ALWAYS = (("Llama", "bf16"), ("Llama", "nf4, double"), ("Llama", "int8"), ("Llama", "torchao int4"))
+
+
+@pytest.mark.parametrize("kind", of_which(MEASURED, *ALWAYS), ids=", ".join)
+def test_frozen_bytes_in_memory_are_those_of_two_layers_as_malloc_counts(
+    kind: tuple[str, str], tmp_path: Path
+) -> None:
+    """The live bytes at each module of a step, beside those of the same step that keeps its weights."""
+    family, base = kind
+    (plain, kept_at_start, kept), _ = measured(family, base, None)
+    (found, at_start, seen), stay = measured(family, base, tmp_path)
+    assert_same_tensors(found, plain)
+    total = nbytes_of(frozen_parts(make(family, base, **WIDE)))
+    slack = total / LAYERS / 10 + 32 * KIB  # of the session, and of tables of quantized weights
+    assert abs(stay) <= slack
+    resident = [now - then for now, then in zip(seen, kept, strict=True)]
+    resident = [each - (at_start - kept_at_start) + stay for each in resident]
+    assert total / LAYERS / 4 <= max(resident) <= 2 * total / LAYERS + slack
+
+
+def measured(
+    family: str, base: str, directory: Path | None
+) -> tuple[tuple[list[Tensor], int, list[int]], float]:
+    """Live bytes before and in the third step; and the frozen bytes that attaching has left in memory."""
+    with offloaded(make("Llama"), directory) if directory else nullcontext():
+        pass  # what the first session of a process loads does not count
+    model = make(family, base, **WIDE)
+    total = nbytes_of(frozen_parts(model))
+    observer, training = Observer(model), Training(model)
+
+    def steps() -> tuple[list[Tensor], int, list[int]]:
+        for number in range(3):
+            at_start = live_bytes()
+            observer.seen = []
+            training.step(number, rows=1, length=4)
+        return training.trained(), at_start, observer.seen
+
+    if directory is None:
+        return steps(), total
+    gc.collect()
+    before = live_bytes()
+    with offloaded(model, directory):
+        gc.collect()
+        stay = total - (before - live_bytes())
+        return steps(), stay
 
 
 # Trainers
 
 
 def trainer(kind: str, base: str, directory: Path, callbacks: list[Any]) -> Any:
-    """A trainer with accumulation and an evaluation between its steps."""
-    settings = {
-        "max_steps": 2,
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "logging_steps": 1,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    rows = [batch(number, rows=1)["input_ids"][0] for number in range(8)]
-    model = make("Llama", base)
-    data = {"callbacks": callbacks}
+    """A trainer with accumulation, and an evaluation and a checkpoint between its steps."""
+    settings: dict[str, Any] = {"max_steps": 2, "gradient_accumulation_steps": 2, "logging_steps": 1}
+    settings |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+    settings |= {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    settings |= {"report_to": "none", "disable_tqdm": True, "use_cpu": True}
+    rows = [batch(number, rows=1)["input_ids"][0].tolist() for number in range(8)]
+    model, data = make("Llama", base), {"callbacks": callbacks}
     if kind == "Trainer":
-        rows = [{"input_ids": row, "labels": row} for row in rows]
+        labelled = [{"input_ids": row, "labels": row} for row in rows]
         chosen = transformers.TrainingArguments(str(directory), **settings)
-        return transformers.Trainer(model, chosen, train_dataset=rows, eval_dataset=rows[:2], **data)
-    rows = [{"input_ids": row.tolist()} for row in rows]
+        return transformers.Trainer(model, chosen, train_dataset=labelled, eval_dataset=labelled[:2], **data)
     chosen = trl.SFTConfig(str(directory), bf16=False, max_length=16, **settings)
-    made = datasets.Dataset.from_list(rows)
+    made = datasets.Dataset.from_list([{"input_ids": row} for row in rows])
+    words = tokenizers.models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2}, unk_token="<pad>")
+    named = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    of_words = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words), **named)
     return trl.SFTTrainer(
-        model, chosen, train_dataset=made, eval_dataset=made, processing_class=tokenizer(), **data
-    )
-
-
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-
-    words = WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2}, unk_token="<pad>")
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(words), pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+        model, chosen, train_dataset=made, eval_dataset=made, processing_class=of_words, **data
     )
 
 
@@ -178,12 +208,8 @@ def test_trainers_give_the_same_bits(kind: str, base: str, tmp_path: Path) -> No
         with quiet():
             run = trainer(kind, base, tmp_path / f"run {len(results)}", callbacks)
             run.train()
-        losses = [
-            torch.tensor(logged[name])
-            for logged in run.state.log_history
-            for name in ("loss", "eval_loss")
-            if name in logged
-        ]
+        logged = [each.get(name) for each in run.state.log_history for name in ("loss", "eval_loss")]
+        losses = [torch.tensor(each) for each in logged if each is not None]
         assert len(losses) == 4
         results.append([*losses, *(each for each in run.model.parameters() if each.requires_grad)])
     assert callbacks[0].session.records[-1].weights_read_bytes

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from bases import BASES, Training, layers_of, make, offloaded, policy, trained_of
+from bases import (
+    BASES,
+    Training,
+    compare,
+    frozen,
+    layers_of,
+    make,
+    offloaded,
+    peft,
+    policy,
+    quiet,
+    trained_of,
+    values_of,
+)
 from covering import in_turn, of_which
 from faults import inject
 from models import assert_same_tensors
-from test_reads_from_outside import everything, finish, frozen, values_of
 
 import tba_offload as tba
 from tba_offload.errors import TransferError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = [
@@ -26,42 +37,16 @@ pytestmark = [
 ]
 
 
-def again(training: Training) -> Iterator[dict[str, Any]]:
-    yield {}
-    training.step(0)
-    yield {}
-    training.step(1)
-
-
-def in_parts(training: Training) -> Iterator[dict[str, Any]]:
-    yield {"weights": {"frozen": "offload-40%"}}
-    training.step(0)
-
-
-def beside_activations(training: Training) -> Iterator[dict[str, Any]]:
-    yield {"default": "offload", "min_tensor_bytes": "256B"}
+def in_micro_batches(training: Training) -> None:
     training.step(0, micro_batches=2)
 
 
-def recomputed(training: Training) -> Iterator[dict[str, Any]]:
-    training.step(9)  # the first forward of bitsandbytes' layers of 8 bits sets attributes
-    yield {"default": "recompute"}
-    training.step(0, micro_batches=2)
-
-
-def in_host_memory(training: Training) -> Iterator[dict[str, Any]]:
-    yield {"store": {"kind": "host"}}
-    training.step(0)
-
-
-def with_autocast(training: Training) -> Iterator[dict[str, Any]]:
-    yield {}
+def with_autocast(training: Training) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         training.step(0)
 
 
-def compiled(training: Training) -> Iterator[dict[str, Any]]:
-    yield {}
+def compiled(training: Training) -> None:
     for layer in layers_of(training.model):
         layer.compile(backend="eager")
     training.step(0)
@@ -69,11 +54,7 @@ def compiled(training: Training) -> Iterator[dict[str, Any]]:
         layer._compiled_call_impl = None
 
 
-def with_another_adapter(training: Training) -> Iterator[dict[str, Any]]:
-    import peft
-
-    yield {}
-    training.step(0)
+def with_another_adapter(training: Training) -> None:
     torch.manual_seed(5)
     training.model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
     training.model.set_adapter("other")
@@ -82,44 +63,47 @@ def with_another_adapter(training: Training) -> Iterator[dict[str, Any]]:
     training.model.set_adapter("default")
 
 
-def with_an_error(training: Training) -> Iterator[dict[str, Any]]:
+def with_an_error(training: Training) -> None:
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
 
-    yield {}
-    for call in ("register_forward_pre_hook", "register_forward_hook"):
-        handle = getattr(layers_of(training.model)[2].mlp.up_proj, call)(fail)
+    up, q = layers_of(training.model)[2].mlp.up_proj, layers_of(training.model)[1].self_attn.q_proj
+    lora = q.lora_B["default"].weight
+    for call in (up.register_forward_pre_hook, up.register_forward_hook, lora.register_hook):
+        handle = call(fail)
         with pytest.raises(KeyboardInterrupt):
             training.step(0)
         handle.remove()
-    handle = layers_of(training.model)[1].self_attn.q_proj.lora_B["default"].weight.register_hook(fail)
-    with pytest.raises(KeyboardInterrupt):
-        training.step(0)
-    handle.remove()
     training.optimizer.zero_grad()
 
 
-WAYS = (
-    *(again, in_parts, beside_activations, recomputed, in_host_memory, with_autocast, compiled),
-    *(with_another_adapter, with_an_error),
-)
+WAYS: dict[str, tuple[Callable[[Training], None], dict[str, Any]]] = {
+    "in parts": (Training.evaluate, {"weights": {"frozen": "offload-40%"}}),
+    "beside activations": (in_micro_batches, {"default": "offload", "min_tensor_bytes": "256B"}),
+    "recomputed": (in_micro_batches, {"default": "recompute"}),
+    "in host memory": (Training.evaluate, {"store": {"kind": "host"}}),
+    "with autocast": (with_autocast, {}),
+    "compiled": (compiled, {}),
+    "with another adapter": (with_another_adapter, {}),
+    "with an error": (with_an_error, {}),
+}
 
 
 @pytest.mark.filterwarnings("ignore:.*")
-@pytest.mark.parametrize(("base", "way"), in_turn(list(BASES), WAYS))
-def test_the_same_bits(base: str, way: Callable[[Training], Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("base", "way"), in_turn(list(BASES), list(WAYS)))
+def test_the_same_bits_in_a_second_session(base: str, way: str, tmp_path: Path) -> None:
+    program, settings = WAYS[way]
     plain, found = (Training(make("Llama", base)) for _ in range(2))
-    for _ in way(plain):
-        pass
-    finish(plain)
-    program = way(found)
-    settings = next(program)
-    while settings is not None:
-        with offloaded(found.model, tmp_path, **settings):
-            settings = next(program, None)
-            if settings is None:
-                finish(found)
-    assert_same_tensors(everything(found), everything(plain))
+    plain.step(0)
+    with offloaded(found.model, tmp_path):
+        found.step(0)
+    with offloaded(found.model, tmp_path, **settings) as session:
+        for training in (plain, found):
+            program(training)
+            training.finish()
+        assert session.weights is not None
+        assert session.weights.resident_bytes == 0
+    assert_same_tensors(found.results(), plain.results())
 
 
 @pytest.mark.parametrize("base", of_which(BASES, "fp32", "nf4, double", "torchao int4"))
@@ -128,16 +112,15 @@ def test_a_read_that_fails_is_named_and_nothing_is_lost(base: str, tmp_path: Pat
     with offloaded(found.model, tmp_path):
         with inject("flip-read"):
             for weight in frozen(found.model)[:3]:
-                with pytest.raises(TransferError, match=r"frozen weights of .*proj"):
+                with pytest.raises(TransferError, match=r"frozen weights of .*proj[\w.]*weight"):
                     values_of(weight)
-            with pytest.raises(TransferError, match=r"frozen weights of .*proj"):
+            with pytest.raises(TransferError, match=r"frozen weights of .*proj[\w.]*weight"):
                 found.step(0)
         found.optimizer.zero_grad()
-        found.seen += [value for weight in frozen(found.model) for value in values_of(weight)]
-        finish(found)
-    plain.seen += [value for weight in frozen(plain.model) for value in values_of(weight)]
-    finish(plain)
-    assert_same_tensors(everything(found), everything(plain))
+        for training in (plain, found):
+            training.note([values_of(weight) for weight in frozen(training.model)])
+            training.finish()
+    assert_same_tensors(found.results(), plain.results())
 
 
 def test_a_changed_weight_that_cannot_be_written_is_named_and_keeps_its_new_values(tmp_path: Path) -> None:
@@ -149,48 +132,37 @@ def test_a_changed_weight_that_cannot_be_written_is_named_and_keeps_its_new_valu
         with inject("fail-write"), pytest.raises(TransferError, match="q_proj"), torch.no_grad():
             first.mul_(1.25)
         second.data.mul_(1.25)
-        finish(found)
+        found.finish()
     for weight in frozen(plain.model)[:2]:
         weight.data.mul_(1.25)
-    finish(plain)
-    assert_same_tensors(everything(found), everything(plain))
+    plain.finish()
+    assert_same_tensors(found.results(), plain.results())
 
 
 @pytest.mark.parametrize("base", of_which(["fp32", "nf4, double", "torchao int8"], "nf4, double"))
 @pytest.mark.parametrize("family", of_which(["Llama", "Mixtral"], "Mixtral"))
 def test_as_many_stay_as_the_device_has_room_for(family: str, base: str, tmp_path: Path) -> None:
     plain, found = (Training(make(family, base)) for _ in range(2))
-    budget = {"device_bytes": "64GiB"}
-    chosen = policy(tmp_path, weights={"frozen": "auto"}, budget=budget)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with tba.attach(found.model, chosen, measure_memory=True) as session:
-            for number in range(6):
-                with session.step():
-                    found.step(number)
-            assert session.records[0].weights_read_bytes
-            assert not session.records[-1].weights_read_bytes
-            found.evaluate()
-    for number in range(6):
-        plain.step(number)
+    chosen = policy(tmp_path, weights={"frozen": "auto"}, budget={"device_bytes": "64GiB"})
+    with quiet(), tba.attach(found.model, chosen, measure_memory=True) as session:
+        for number in range(6):
+            plain.step(number)
+            with session.step():
+                found.step(number)
+        assert session.records[0].weights_read_bytes
+        assert not session.records[-1].weights_read_bytes
+        found.evaluate()
     plain.evaluate()
-    assert_same_tensors(everything(found), everything(plain))
+    assert_same_tensors(found.results(), plain.results())
 
 
 def test_a_tower_without_adapters(tmp_path: Path) -> None:
     """The first layers are frozen as a whole, and no gradient comes to them."""
-    results = []
-    for directory in (None, tmp_path):
+
+    def made() -> Any:
         model = make("Llama", "nf4")
         for layer in layers_of(model)[:2]:
             layer.requires_grad_(requires_grad=False)
-        training = Training(model)
-        if directory is None:
-            finish(training)
-        else:
-            with offloaded(model, directory) as session:
-                finish(training)
-                assert session.weights is not None
-                assert session.weights.resident_bytes == 0
-        results.append(everything(training))
-    assert_same_tensors(*results)
+        return model
+
+    compare(made, Training.finish, tmp_path)
