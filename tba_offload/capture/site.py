@@ -170,7 +170,5 @@ def check_unattached(layers: Sequence[Layer]) -> None:
     """
     for layer in layers:
         if isinstance(layer.module.forward, Site):
-            raise SessionError(
-                f"{layer.id} is already attached to a session. Close that session first: "
-                "tba_offload.session_of(model).close()"
-            )
+            remedy = "Close that session first: tba_offload.session_of(model).close()"
+            raise SessionError(f"{layer.id} is already attached to a session. {remedy}")

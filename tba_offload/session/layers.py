@@ -110,11 +110,8 @@ class LayerRuns:
         output = None if is_captured else self._run_as(placement, site, scope, given)
         if is_captured or torch_private.graph_node(device.torch_device) is not before:
             how = "while a CUDA graph is captured" if is_captured else "as CUDA graphs"
-            raise UnsupportedError(
-                f"{site.layer.id} has the placement '{placement.value}' and runs {how}: a CUDA graph needs "
-                "activations at fixed addresses. Do not capture a CUDA graph around attached layers. Compile "
-                "with mode='default' or 'max-autotune-no-cudagraphs', or set the placement to 'keep'."
-            )
+            why = f"{site.layer.id} runs {how}, in which activations have fixed addresses"
+            raise UnsupportedError(f"{why}. Compile with mode='default', or set the placement to 'keep'")
         return output
 
     def _run_as(self, placement: Placement, site: Site, scope: ScopeTrace, given: Arguments) -> object:

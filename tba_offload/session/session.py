@@ -527,10 +527,8 @@ class Session:
         if before is not None and plan.placements == before.task.policy:
             return
         if before is not None and before.task.agree is not None:
-            raise UnsupportedError(
-                "checkpointing was switched on or off after attach(), which several ranks do not support. "
-                "Switch checkpointing before attach()"
-            )
+            why = "checkpointing was switched on or off after attach(), which several ranks do not support"
+            raise UnsupportedError(f"{why}. Switch checkpointing before attach()")
         self.planning.plan = plan
         is_auto = Placement.AUTO in config.policy.placements(self.world.layers)
         self.notes_inputs |= is_auto

@@ -57,11 +57,8 @@ class BackwardUpdates(Updates):
         self._steps = 0
         self._task: int | None = None
         self._forget()
-        log_warning(
-            __name__,
-            "states.when is 'backward': parameters have their new values when backward() returns. Code that "
-            "reads parameters before optimizer.step() gets the new values",
-        )
+        message = "states.when is 'backward': parameters have their new values when backward() returns"
+        log_warning(__name__, message)
 
     def _forget(self) -> None:
         self._passes = 0
@@ -134,13 +131,11 @@ class BackwardUpdates(Updates):
                 followed.
         """
         if self._is_updating:
-            raise SessionError(
-                "another backward pass ran after the parameters were updated and before optimizer.step(): "
-                f"states.micro_batches is {self.micro_batches}. Set it to the number of backward passes in a "
-                "step, set use_reentrant=False for torch's checkpoints, or set states.when to 'step'"
-                if self._made is not None
-                else _HALFWAY
-            )
+            if self._made is None:
+                raise SessionError(_HALFWAY)
+            why = f"another backward pass ran after the update: states.micro_batches is {self.micro_batches}"
+            remedy = "Set it to the number of passes in a step, or set use_reentrant=False for checkpoints"
+            raise SessionError(f"{why}. {remedy}")
         self._passes += 1
         self._done: list[SubGroup] = []
         self._open: dict[SubGroup, set[torch.Tensor]] = {}
@@ -214,18 +209,14 @@ class BackwardUpdates(Updates):
         if made is None and self._is_updating:
             raise SessionError(_HALFWAY)
         if made is None and any(type(local(each.grad)) is FreedGradient for each in parameters):
-            raise SessionError(
-                "optimizer.step() was called twice without a backward pass between. Call optimizer.step() "
-                "once after backward(), or set states.when to 'step'"
-            )
+            why = "optimizer.step() was called twice without a backward pass between"
+            raise SessionError(f"{why}. Call step() once after backward(), or set states.when to 'step'")
         self._wait()
         what = None if made is None else self._what_differs(options)
         self._last = self.homes.device.event()
         if what is not None:
-            raise SessionError(
-                f"{what} changed after backward() had updated the parameters. Make this change after "
-                "optimizer.step(), or set states.when to 'step'"
-            )
+            why = f"{what} changed after backward() had updated the parameters"
+            raise SessionError(f"{why}. Make changes after optimizer.step(), or set states.when to 'step'")
         self._forget()
         return made or super().step(options)
 

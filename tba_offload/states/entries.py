@@ -135,16 +135,13 @@ class Entries:
             if type(value) is not AwayTensor:
                 continue
             if not stands_for(value, parameter, key):
-                raise value.refused(
-                    f"the program has assigned its placeholder to the state {key!r} of "
-                    f"{self._groups.name_of(parameter)}. Assign the values, not the placeholder"
-                )
+                owner = f"{key!r} of {self._groups.name_of(parameter)}"
+                why = f"the program assigned its placeholder to the state {owner}"
+                raise value.refused(f"{why}. Assign the values, not the placeholder")
             groups = self._groups.holding.get(parameter)
             if not groups or any(key not in group.keys[parameter] for group in groups):
-                raise value.refused(
-                    "the program removed the state, which freed its values, and later put the placeholder "
-                    "back. Put back the values, not the placeholder"
-                )
+                why = "the program removed the state, which freed its values, and put the placeholder back"
+                raise value.refused(f"{why}. Put back the values, not the placeholder")
 
     def is_current(self, group: SubGroup) -> bool:
         """Return True if the program has not set or cleared states of the sub-group since the last update."""

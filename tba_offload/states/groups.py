@@ -241,10 +241,8 @@ class Groups:
         }
         for master, copy in self._copies.items():
             if master.shape != copy.shape:
-                raise UnsupportedError(
-                    f"a master copy has shape {tuple(master.shape)}, but its model parameter has shape "
-                    f"{tuple(copy.shape)}. Set states.masters to 'keep'"
-                )
+                shapes = f"{tuple(master.shape)}, but its model parameter has shape {tuple(copy.shape)}"
+                raise UnsupportedError(f"a master copy has shape {shapes}. Set states.masters to 'keep'")
         self._names = names
         self.most = most
         self.holding: dict[torch.Tensor, list[SubGroup]] = {}

@@ -119,10 +119,8 @@ class Home:
                 self.homes.wait(write)
             except StoreError as error:
                 remedy = "Free some space" if isinstance(error, StoreFullError) else "Check the drive"
-                raise TransferError(
-                    f"{self._what} cannot be written: {error}. {remedy}. If training has started, load a "
-                    "checkpoint of the model and the optimizer"
-                ) from error
+                why = f"{self._what} cannot be written: {error}. {remedy}"
+                raise TransferError(f"{why}. If training has started, load a checkpoint") from error
 
     def read(self, memory: ByteRange, after: Event | None = None) -> list[Transfer]:
         """Start to read all bytes. The caller waits with :meth:`settle_reads`.
@@ -141,10 +139,8 @@ class Home:
         after = after or homes.device.event()
         extents = [write.extent for write in self._writes]
         if not extents or None in extents:
-            raise TransferError(
-                f"{self._what} are lost: an update or the loading of a checkpoint was interrupted. "
-                "Load a checkpoint"
-            )
+            why = "an update or the loading of a checkpoint was interrupted"
+            raise TransferError(f"{self._what} are lost: {why}. Load a checkpoint")
         parts = zip(self._parts(memory), extents, strict=True)
         reads = [Transfer(part, after, extent=extent) for part, extent in parts]
         homes.store.read(reads)
@@ -168,10 +164,8 @@ class Home:
                     memory, extent = read.memory, read.extent
                     if not tries_left or isinstance(error, HangingError) or memory is None or extent is None:
                         place = "the store" if extent is None else homes.store.place(extent)
-                        raise TransferError(
-                            f"{self._what} cannot be read back from {place}: {error}. Check the drive, and "
-                            "load a checkpoint"
-                        ) from error
+                        why = f"{self._what} cannot be read back from {place}: {error}"
+                        raise TransferError(f"{why}. Check the drive, and load a checkpoint") from error
                     read = Transfer(memory, homes.device.event(), extent=extent)
                     homes.store.read([read])
 

@@ -75,10 +75,8 @@ class HostUpdates:
         self._states = self._entries.in_host_memory
         self._is_on = update != "device" and self._device.runs_behind  # a CPU's states are in host memory
         if self._is_on and updates.homes.store.kind != "host":
-            raise UnsupportedError(
-                f"states.update: {update} needs the optimizer states in host memory, but store.kind is "
-                f"'{updates.homes.store.kind}'. Set store.kind to 'host', or states.update to 'device'"
-            )
+            why = f"states.update: {update} needs store.kind 'host', not '{updates.homes.store.kind}'"
+            raise UnsupportedError(f"{why}. Set store.kind to 'host', or states.update to 'device'")
         self._rates = _Rates(is_auto=update == "auto")
         self._twin = Twin(self._optimizer, kind, _settings_for_host)
         self._computing = threading.Lock()
@@ -209,10 +207,8 @@ class HostUpdates:
             for each, copy in copies.items():
                 copy.copy_(tensors[each])
         if have_moved(bound, states):
-            raise UnsupportedError(
-                f"{type(self._optimizer).__name__} added or removed states when it ran on the CPU. Load "
-                "a checkpoint, and set states.update to 'device'"
-            )
+            why = f"{type(self._optimizer).__name__} added or removed states when it ran on the CPU"
+            raise UnsupportedError(f"{why}. Load a checkpoint, and set states.update to 'device'")
         with self._device.on_side_stream():
             for each, tensor in tensors.items():
                 models[each].copy_(copies[each], non_blocking=True)

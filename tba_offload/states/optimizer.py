@@ -293,11 +293,8 @@ def offload_optimizer(
     modules = model if isinstance(model, Sequence) else (model,)
     check(optimizer, chosen.states or StatesConfig(), modules, has_masters=bool(masters))
     if modules and not masters and set(_names_in(modules)).isdisjoint(parameters_of(optimizer)):
-        warn(
-            f"no parameter of this {type(optimizer).__name__} belongs to the model, so offloading its "
-            "states saves nothing. Pass the optimizer that updates the model",
-            NoEffectWarning,
-        )
+        why = f"no parameter of this {type(optimizer).__name__} belongs to the model, so no memory is freed"
+        warn(f"{why}. Pass the optimizer that updates the model", NoEffectWarning)
     store = open_store(chosen.store.drives, device=device_of_parameters(optimizer))
     try:
         return OptimizerStates(optimizer, chosen, store, updated, modules, masters)

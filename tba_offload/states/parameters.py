@@ -84,25 +84,18 @@ def _check_parts(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
     if is_taken(optimizer):
         raise UnsupportedError(f"the states of this {name} are already offloaded. Close its OptimizerStates")
     if (attribute := _attribute_with_optimizers(optimizer)) is not None:
-        raise UnsupportedError(
-            f"{name} is a wrapper: the optimizers in its attribute {attribute!r} make the updates. Pass "
-            "these optimizers instead"
-        )
+        why = f"{name} is a wrapper: the optimizers in its attribute {attribute!r} make the updates"
+        raise UnsupportedError(f"{why}. Pass these optimizers instead")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError("LBFGS updates all parameters as one vector. Use another optimizer")
     if not (trusted or is_known(optimizer)):
-        raise UnsupportedError(
-            f"tba-offload does not know whether {name} updates each parameter independently. If {name} does, "
-            "set states.trust to true"
-        )
+        why = f"tba-offload does not know whether {name} updates each parameter independently"
+        raise UnsupportedError(f"{why}. If {name} does, set states.trust to true")
     if any(not isinstance(key, torch.Tensor) for key in optimizer.state):
         raise UnsupportedError(f"{name} has states that belong to all parameters. Do not offload its states")
     if _goes_by_position(optimizer):
-        raise UnsupportedError(
-            f"GlobalOptimManager of bitsandbytes has overrides for single parameters, and {name} cannot use "
-            "these overrides while its states are offloaded. Remove the overrides, and create a second "
-            "optimizer for these parameters"
-        )
+        why = f"{name} cannot use overrides for single parameters (GlobalOptimManager) while offloaded"
+        raise UnsupportedError(f"{why}. Remove the overrides, and give these parameters another optimizer")
     for group in optimizer.param_groups:
         _check_group(name, group, of_adafactor=isinstance(optimizer, torch.optim.Adafactor))
 
@@ -112,10 +105,8 @@ def _check_group(name: str, group: dict[str, Any], *, of_adafactor: bool) -> Non
         raise UnsupportedError(f"a parameter group of this {name} has a parameter twice. Remove one")
     # In PyTorch's Adafactor, the eps of a whole group depends on the dtype of its first parameter.
     if of_adafactor and group["eps"][0] is None and len({each.dtype for each in group["params"]}) > 1:
-        raise UnsupportedError(
-            "a parameter group of this Adafactor has parameters of several data types, and PyTorch takes the "
-            "default eps from the first parameter. Create one group for each data type, or set eps"
-        )
+        why = "a parameter group of this Adafactor has several data types, which need different values of eps"
+        raise UnsupportedError(f"{why}. Create one group for each data type, or set eps")
     for setting in ("capturable", "differentiable"):
         if group.get(setting):
             raise UnsupportedError(f"states of {name} cannot be offloaded with {setting}=True. Use False")

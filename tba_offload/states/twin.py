@@ -79,10 +79,8 @@ class Twin:
             UnsupportedError: The optimizer has a state that does not belong to a parameter.
         """
         if self.states:
-            raise UnsupportedError(
-                f"{self.kind.__name__} has a state {next(iter(self.states))!r} that belongs to all "
-                "parameters. Load a checkpoint, and do not offload the states of this optimizer"
-            )
+            why = f"{self.kind.__name__} has a state {next(iter(self.states))!r} that all parameters share"
+            raise UnsupportedError(f"{why}. Load a checkpoint, and do not offload states of this optimizer")
 
     def commit(self) -> None:
         """Copy the changes of the twins' attributes and settings to the optimizer."""
@@ -159,10 +157,8 @@ class Takeover:
         self._optimizer = optimizer
         self._instance_step = vars(optimizer).get("step")
         if self._instance_step is not None and not hasattr(self._instance_step, "_wrapped_by_lr_sched"):
-            raise UnsupportedError(
-                f"the method step of this {self.kind.__name__} was replaced by {self._instance_step!r}. "
-                "Offload the states of the optimizer first, and replace step afterwards"
-            )
+            why = f"the method step of this {self.kind.__name__} was replaced by {self._instance_step!r}"
+            raise UnsupportedError(f"{why}. Offload the states first, and replace step afterwards")
 
     def begin(self, step: Step) -> None:
         """Make ``optimizer.step(closure, **options)`` call ``step(closure, options)`` from now on.
@@ -211,7 +207,5 @@ def _hooked(kind: Kind) -> Step:
 
 
 def _refuse_copy(self: torch.optim.Optimizer, _: object) -> NoReturn:
-    raise StatesAwayError(
-        f"this {type(self).__name__} cannot be copied or pickled, because its states are offloaded. Use "
-        "optimizer.state_dict(), or close the OptimizerStates first"
-    )
+    why = f"this {type(self).__name__} cannot be copied or pickled, because its states are offloaded"
+    raise StatesAwayError(f"{why}. Use optimizer.state_dict(), or close the OptimizerStates first")

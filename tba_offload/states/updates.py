@@ -155,10 +155,8 @@ class Updates:
     def _guarded(self) -> Iterator[None]:
         """Count the transfers in the ``with`` block. If a transfer fails, reject later updates."""
         if self._failure is not None:
-            raise SessionError(
-                f"an earlier update of the optimizer failed halfway: {self._failure}. "
-                "Load a checkpoint of the model and the optimizer"
-            )
+            why = f"an earlier update of the optimizer failed halfway: {self._failure}"
+            raise SessionError(f"{why}. Load a checkpoint of the model and the optimizer")
         homes, record, began = self.homes, self._record, time.perf_counter()
         waited, read, written = homes.waited, homes.read_bytes, homes.written_bytes
         try:

@@ -109,7 +109,7 @@ MIXED = [nn.Parameter(torch.ones(8, dtype=dtype)) for dtype in (torch.float32, t
         (lambda: optim.AdamW([WEIGHT], differentiable=True), "differentiable=True"),
         # As tied weights do that a program has collected by their names: each step updates them twice.
         (lambda: optim.AdamW([WEIGHT, WEIGHT]), "a parameter group of this AdamW has a parameter twice"),
-        (lambda: optim.Adafactor(MIXED), "has parameters of several data types"),
+        (lambda: optim.Adafactor(MIXED), "has several data types"),
     ],
 )
 def test_what_cannot_be_updated_in_parts_is_refused(
