@@ -1,8 +1,8 @@
 """Flags for Megatron-LM's training scripts, in one argparse group.
 
-All flags begin with ``--tba-``. Flags override the policy file. Any of these flags switches offloading on.
-Some settings of Megatron are incompatible with offloading. These settings raise an error before Megatron
-creates process groups.
+All flags begin with ``--tba-``. Each of these flags switches offloading on and overrides the policy file.
+Settings of Megatron that are incompatible with offloading raise an error before Megatron creates process
+groups.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ _STATES = {"choices": ("keep", "offload")}
 
 _FLAGS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("policy", "", _FILE, "Policy file in YAML."),
-    ("placement", "default", {"metavar": "WORD"}, "Placement of layers without a rule, or 'fit'."),
-    ("directory", "store.directories", _DIRECTORIES, "Store directories: one on each drive of a node."),
+    ("placement", "default", {"metavar": "WORD"}, "'fit', or the placement of layers that no rule matches."),
+    ("directory", "store.directories", _DIRECTORIES, "Directories for offloaded bytes, one on each drive."),
     ("activation-bytes", "budget.activation_bytes", _SIZE, "Limit of the activation peak, such as 12GiB."),
     ("device-bytes", "budget.device_bytes", _SIZE, "Limit of all memory on each rank's device."),
     ("in-flight-bytes", "budget.in_flight_bytes", _SIZE, "Size of the in-flight window, such as 1GiB."),
     ("objective", "budget.objective", {"metavar": "GOAL"}, "Goal of the planner: 'time' or 'memory'."),
-    ("store", "store.kind", {"metavar": "KIND"}, "Kind of store: auto, gds, file or host."),
-    ("host-capacity", "store.host_capacity", _SIZE, "Host memory for offloaded bytes. Drives get the rest."),
+    ("store", "store.kind", {"metavar": "KIND"}, "Kind of store: 'auto', 'file', 'gds' or 'host'."),
+    ("host-capacity", "store.host_capacity", _SIZE, "Host memory for activations, used before the drives."),
     ("checksum", "store.checksum", _SWITCH, "Check that reads return the written bytes (default)."),
     ("optimizer-states", "states", _STATES, "Placement of optimizer states between updates."),
     ("run-log", "", _FILE, "Path of the run log, such as run.jsonl. Rank 0 writes run.rank0.jsonl."),
-    ("trace-steps", "", _STEPS, "Steps to record as timelines. The first step is 1."),
+    ("trace-steps", "", _STEPS, "Steps for which a timeline is recorded. The first step is 1."),
 )
-"""For each flag: its name without ``--tba-``, the policy setting, options for argparse, and the help text."""
+"""For each flag: its name without ``--tba-``, the setting of the policy that the flag overrides, options for
+argparse, and the help text."""
 
 
 class Conflict(NamedTuple):
@@ -48,7 +49,7 @@ class Conflict(NamedTuple):
         flag: The flag of Megatron.
         why: The reason why the flag is incompatible.
         allowed: Values of the flag that are compatible.
-        instead: What the user can remove or change instead of the flag.
+        instead: The second remedy, which completes the sentence "Remove the flag, or ...".
     """
 
     flag: str
@@ -69,7 +70,7 @@ class Conflict(NamedTuple):
 
 _SAME_ACTIVATIONS, _SAME_STATES = "the flag also offloads activations", "the flag also offloads states"
 _GRAPH = "a CUDA graph needs activations at fixed addresses"
-_OUTSIDE = "the flag makes Megatron use activations outside of backward"
+_OUTSIDE = "with this flag, Megatron uses activations outside of backward"
 _FSDP = "FSDP of Megatron is not supported"
 _KEEP_MASTERS = "set states.masters to 'keep' in the policy"
 
@@ -82,16 +83,16 @@ CONFLICTS = (
     Conflict("--enable-cuda-graph", _GRAPH),
     Conflict("--external-cuda-graph", _GRAPH),
     Conflict("--cuda-graph-impl", _GRAPH),
-    Conflict("--overlap-moe-expert-parallel-comm", "the flag mixes layers of two micro-batches"),
+    Conflict("--overlap-moe-expert-parallel-comm", "the flag interleaves layers of two micro-batches"),
     Conflict("--overlap-dispatch-backward-with-experts-wgrad", _OUTSIDE),
     Conflict("--delay-wgrad-compute", _OUTSIDE),
-    Conflict("--yaml-cfg", "the flag makes Megatron ignore all other flags, including the --tba- flags"),
+    Conflict("--yaml-cfg", "with this flag, Megatron ignores all other flags, including the --tba- flags"),
     Conflict("--use-megatron-fsdp", _FSDP),
     Conflict("--use-torch-fsdp2", _FSDP),
 )
 
 STATES_CONFLICTS = (
-    Conflict("--use-precision-aware-optimizer", "the flag keeps states in another format"),
+    Conflict("--use-precision-aware-optimizer", "the flag stores optimizer states in another format"),
     Conflict("--optimizer-cpu-offload", _SAME_STATES),
     Conflict("--offload-optimizer-states", _SAME_STATES),
     Conflict("--rl-offload-optimizer-during-inference", _SAME_STATES),
@@ -114,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """
     if "--tba-policy" in parser._option_string_actions:
         return parser
-    text = "Any of these flags switches offloading on. These flags override the policy."
+    text = "Each of these flags switches offloading on and overrides the policy."
     group = parser.add_argument_group("activation offloading (tba-offload)", text)
     for name, _, options, text in _FLAGS:
         group.add_argument(f"--tba-{name}", help=text, **options)

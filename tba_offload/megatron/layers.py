@@ -38,7 +38,7 @@ def is_megatron(model: nn.Module | Sequence[nn.Module]) -> bool:
 def find_stack(
     model: nn.Module | Sequence[nn.Module], gather: Callable[[list[LayerId]], Sequence[LayerId]] | None = None
 ) -> LayerStack:
-    """Return the layers of a Megatron model, with functions for the micro-batch number and random generators.
+    """Return the layers of a Megatron model, with functions that read micro-batch numbers and random states.
 
     Layer numbers start from 0 and continue over all pipeline stages and model chunks. Layer names are the
     module names without wrappers such as ``Float16Module``, with the global layer number
@@ -78,7 +78,7 @@ def find_stack(
 def _switches(blocks: Mapping[Any, AbstractSet[nn.Module]]) -> Iterator[Switch]:
     """Yield a switch for each Megatron configuration that recomputes whole layers.
 
-    No switch is yielded if layers use FP8 or FP4, or if Megatron distributes their saved inputs over ranks.
+    Layers that use FP8 or FP4, and layers whose saved inputs Megatron distributes over ranks, get no switch:
     Megatron itself recomputes these layers.
 
     Args:
@@ -148,8 +148,8 @@ def shorten(layers: Sequence[LayerId], everywhere: Sequence[LayerId]) -> list[La
 def current_microbatch(layer: nn.Module) -> int | None:
     """Return the micro-batch number that Megatron's schedule has set, from 0; None outside of a schedule.
 
-    A schedule sets the number before each forward and never resets the number. So the number is valid only
-    during the first run of a layer in forward, and not when backward recomputes the layer.
+    A schedule sets the number before each forward and never resets the number. The number is therefore valid
+    during the first run of a layer, but not when backward recomputes the layer.
     """
     number: int | None = getattr(layer, "current_microbatch", None)
     return number

@@ -45,13 +45,13 @@ def children_of(optimizer: Any, config: StatesConfig) -> list[Any]:
         config: The settings of offloaded states.
 
     Raises:
-        UnsupportedError: An optimizer keeps states in an unknown way, or the configuration requests updates
-            in backward.
+        UnsupportedError: The states of an optimizer class cannot be offloaded, or the configuration requests
+            updates in backward.
     """
     if config.when == "backward":
         raise UnsupportedError(
-            "states.when 'backward' is not possible under Megatron, which reduces gradients after backward "
-            "and updates copies of parameters. Set states.when to 'step'"
+            "states.when 'backward' does not work with Megatron, because Megatron reduces gradients after "
+            "backward and updates copies of parameters. Set states.when to 'step'"
         )
     children = _children(optimizer)
     for child in children:

@@ -17,7 +17,7 @@ from pathlib import Path
 from tba_offload.errors import PatchError
 
 RELEASES = {"core_v0.16.1": "0.16", "core_v0.19.0": "0.19", "main": "0.20"}
-"""For each release with a patch, the first two numbers of its ``megatron/core/package_info.py`` version."""
+"""For each release with a patch, the first two numbers of the version in ``package_info.py``."""
 
 _VERSION_FILE = Path("megatron/core/package_info.py")
 _NUMBER = re.compile(r"^(MAJOR|MINOR|PATCH) *= *(\d+)", re.MULTILINE)
@@ -95,8 +95,8 @@ class Checkout:
             return check or self._apply("--reverse")
         if self._fault("--check"):
             raise PatchError(
-                f"{self.directory}: the patch for {self.release} was changed. Remove the blocks by hand "
-                "that begin with '# tba-offload:'"
+                f"{self.directory}: some lines of the patch for {self.release} were changed. Remove by hand "
+                "each block of lines that begins with '# tba-offload:'"
             )
         return False
 

@@ -1,12 +1,12 @@
 """Functions that open a session in Megatron-LM's training loop.
 
-Three functions of ``megatron.training`` are extended. ``add_megatron_arguments`` also adds the ``--tba-``
-flags. ``setup_model_and_optimizer`` also attaches the model. ``get_forward_backward_func`` returns a wrapped
-schedule. Each call of the wrapped schedule that runs backward is a step of the session.
+The launcher calls :func:`install`, which wraps functions of ``megatron.training``.
+``add_megatron_arguments`` then also adds the ``--tba-`` flags. ``setup_model_and_optimizer`` also attaches
+the model. ``load_checkpoint`` first offloads optimizer states. ``get_forward_backward_func`` returns a
+wrapped schedule. Each call of the wrapped schedule that runs backward is a step of the session.
 
-The launcher calls :func:`install`, which wraps these functions. A patched checkout calls
-:func:`add_arguments`, :func:`attach_model` and :func:`stepping` itself. A patched checkout also works with
-the launcher.
+A patched checkout calls :func:`add_arguments`, :func:`attach_model` and :func:`stepping` itself. A patched
+checkout also works with the launcher.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _attaching(setup: Callable[..., Any]) -> Callable[..., Any]:
 def attaching_first(load: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap Megatron's ``load_checkpoint``, so that states and masters are offloaded before loading.
 
-    Loading then needs less memory, because only a few states are in memory at a time.
+    Loading a checkpoint then needs less memory, because the states of only a few parameters are in memory.
 
     Args:
         load: Megatron's ``load_checkpoint``.

@@ -109,7 +109,7 @@ def test_lines_that_were_changed_are_not_taken_out(tree: Path) -> None:
     path = tree / "megatron/training/arguments.py"
     path.write_text(path.read_text().replace("# tba-offload: ", "# mine: "))
     before = contents(tree)
-    with pytest.raises(PatchError, match="Remove the blocks by hand that"):
+    with pytest.raises(PatchError, match="Remove by hand each block"):
         found.unpatch()
     assert contents(tree) == before
 
