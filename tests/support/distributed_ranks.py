@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import json
 import multiprocessing
 import os
 import sys
 import warnings
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -41,10 +43,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 import tba_offload as tba
-from tba_offload.errors import StatesAwayError, UnsupportedError
+from tba_offload.errors import SessionError, StatesAwayError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+
+    from warm import Warm
 
     from tba_offload.session import Session
 
@@ -350,6 +354,69 @@ def compare_updates_in_backward(_: int, spread: Callable[[Net], nn.Module]) -> d
     return result
 
 
+# ---- frozen weights ------------------------------------------------------------------------------
+
+
+def by_batch_as_views(net: Net) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True, static_graph=True)
+
+
+def by_trained_parameters(net: Net) -> nn.Module:
+    """Frozen weights are whole on each rank."""
+    return by_parameters(net, ignored_params={each for each in net.parameters() if not each.requires_grad})
+
+
+FROZEN = (by_batch, by_batch_as_views, by_parameters, by_trained_parameters)
+FROZEN_BYTES = LAYERS * 2 * 4 * WIDTH * INNER
+
+
+def train_beside_frozen(
+    rank: int, spread: Callable[[Net], nn.Module], *, attach_before: bool = False, attach_after: bool = False
+) -> tuple[list[Tensor], int]:
+    """Losses and parameters, and the bytes that were offloaded."""
+    torch.manual_seed(0)
+    model: Any = Net()
+    for layer in model.layers:
+        for part in (layer.up, layer.down):
+            part.requires_grad_(requires_grad=False)
+    found = []
+    with TemporaryDirectory() as drive, ExitStack() as stack:
+        policy: dict[str, Any] = {
+            "default": "keep",
+            "min_tensor_bytes": "2KiB",
+            "weights": {"frozen": "offload"},
+        }
+        policy["store"] = {"kind": "file", "directories": drive}
+        session = None
+        if attach_before:
+            session = stack.enter_context(tba.attach(model, policy, measure_memory=False))
+        model = spread(model)
+        if attach_after:
+            session = stack.enter_context(tba.attach(model, policy, measure_memory=False))
+        optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+        for number in range(2 * STEPS):
+            generator = torch.Generator().manual_seed(RANKS * number + rank)
+            loss = model(torch.randn(ROWS, LENGTH, WIDTH, generator=generator)).pow(2).mean()
+            loss.backward()
+            found.append(local(loss.detach()))
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        nbytes = session.weights.nbytes if session is not None and session.weights is not None else 0
+    return [*found, *(local(each.detach()) for each in model.parameters())], nbytes
+
+
+def compare_frozen(rank: int, spread: Callable[[Net], nn.Module], when: str) -> dict[str, Any]:
+    """How many tensors differ and the bytes that were offloaded, or the error by which it was refused."""
+    expected, _ = train_beside_frozen(rank, spread)
+    try:
+        found, nbytes = train_beside_frozen(rank, spread, **{f"attach_{when}": True})
+    except (SessionError, UnsupportedError) as error:
+        return {"refused": str(error)}
+    pairs = zip(found, expected, strict=True)
+    return {"different": sum(not same_bits(a, b) for a, b in pairs), "offloaded": nbytes}
+
+
 def cases() -> dict[str, Callable[[int], dict[str, Any]]]:
     """Every case by its name; each trains plainly and attached, on one rank."""
     found: dict[str, Callable[[int], dict[str, Any]]] = {}
@@ -360,7 +427,17 @@ def cases() -> dict[str, Callable[[int], dict[str, Any]]]:
         found[f"states, {spread}"] = partial(compare_states, spread=spread)
     for spread_by in (by_parameters, by_layers):
         found[f"backward, {spread_by.__name__}"] = partial(compare_updates_in_backward, spread=spread_by)
+    for spread_by, when in itertools.product(FROZEN, ("before", "after")):
+        found[f"frozen, {spread_by.__name__}, {when}"] = partial(compare_frozen, spread=spread_by, when=when)
     return found
+
+
+def run_ranks(python: Warm, directory: Path, names: Iterable[str]) -> list[dict[str, dict[str, Any]]]:
+    """What came out of the cases, rank by rank."""
+    arguments = __file__, str(directory), *sorted(names)
+    ended = python.run(*arguments, timeout=5 * PATIENCE)  # all are about sixty trainings
+    assert ended.returncode == 0, ended.stderr[:4000]  # the rank that failed first
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
 def run_rank(rank: int, directory: Path, names: list[str]) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
-import distributed_ranks
 import pytest
-from distributed_ranks import RANKS, Net
+from distributed_ranks import RANKS, Net, run_ranks
 
 if TYPE_CHECKING:
     from warm import Warm
@@ -20,11 +18,8 @@ WHOLE = 2 * 4 * (sum(parameter.numel() for parameter in Net(outputs=1).parameter
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory, python_with_torch: Warm) -> list[dict[str, Any]]:
-    directory = tmp_path_factory.mktemp("ranks")
     cases = [f"states, {spread}" for spread in SPREAD] + [f"backward, {spread}" for spread in IN_BACKWARD]
-    done = python_with_torch.run(distributed_ranks.__file__, str(directory), *cases, timeout=180)
-    assert done.returncode == 0, done.stderr
-    return [json.loads((directory / f"{number}.json").read_text()) for number in range(RANKS)]
+    return run_ranks(python_with_torch, tmp_path_factory.mktemp("ranks"), cases)
 
 
 @pytest.mark.parametrize("spread", SPREAD)

@@ -5,13 +5,10 @@ The ranks are processes that talk over the loopback interface; what they do is i
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
-import distributed_ranks
 import pytest
-from distributed_ranks import COMPARED, INNER, LAYERS, LENGTH, RANKS, ROWS, WIDTH
-from harness import PATIENCE
+from distributed_ranks import COMPARED, INNER, LAYERS, LENGTH, RANKS, ROWS, WIDTH, run_ranks
 
 if TYPE_CHECKING:
     from warm import Warm
@@ -56,11 +53,7 @@ def found(
     """What came out of the cases of the tests that were chosen, rank by rank."""
     chosen = [item for item in request.session.items if item.path == request.path]
     cases = {"{default}, {spread}".format(**item.callspec.params) for item in chosen}  # type: ignore[attr-defined]
-    directory = tmp_path_factory.mktemp("ranks")
-    arguments = distributed_ranks.__file__, str(directory), *sorted(cases)
-    ended = python_with_torch.run(*arguments, timeout=5 * PATIENCE)  # all are about sixty trainings
-    assert ended.returncode == 0, ended.stderr[:4000]  # the rank that failed first
-    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    return run_ranks(python_with_torch, tmp_path_factory.mktemp("ranks"), cases)
 
 
 @pytest.mark.parametrize(

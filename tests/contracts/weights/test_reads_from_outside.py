@@ -235,6 +235,11 @@ def copied_to(training: Training) -> None:
         weight[1].data.fill_(0.125)
 
 
+def loaded(training: Training) -> None:
+    state = {name: value + 0.01 for name, value in make("Llama").state_dict().items()}
+    training.model.load_state_dict(state)
+
+
 def merged(training: Training, **settings: bool) -> None:
     training.model.merge_adapter(**settings)
     training.evaluate()
@@ -284,7 +289,17 @@ def kept_in_place(training: Training) -> None:
 RIGHT: tuple[Use, ...] = (
     *(as_values, as_arrays, as_text, as_metadata, as_parts, as_a_state_dict, as_an_average_of_state_dicts),
     *(as_files, as_a_penalty, as_a_penalty_on_products, within_hooks, within_another_thread, added_to),
-    *(assigned, written_by_an_alias, initialized, copied_to, merged, merged_safely, disabled, updated),
+    *(
+        assigned,
+        written_by_an_alias,
+        initialized,
+        copied_to,
+        loaded,
+        merged,
+        merged_safely,
+        disabled,
+        updated,
+    ),
     *(averaged, averaged_one_by_one, kept_in_place),
 )
 QUANTIZED: tuple[Use, ...] = (
@@ -385,9 +400,9 @@ def within_a_hook(training: Training) -> None:
     handle.remove()
 
 
-def load(training: Training, **settings: bool) -> None:
+def loaded_by_assignment(training: Training) -> None:
     name = next(name for name, each in training.model.named_parameters() if each is one_of(training))
-    training.model.load_state_dict({name: torch.full((64, 64), 0.125)}, strict=False, **settings)
+    training.model.load_state_dict({name: torch.full((64, 64), 0.125)}, strict=False, assign=True)
 
 
 def by_another_parameter(training: Training) -> None:
@@ -432,8 +447,7 @@ OF_ONE: dict[str, Callable[[Any], Any]] = {
     "shared": lambda w: w.share_memory_(),
 }
 OF_ALL: dict[str, Use] = {
-    "load": load,
-    "load by assignment": lambda training: load(training, assign=True),
+    "loaded by assignment": loaded_by_assignment,
     "by another parameter": by_another_parameter,
     "copied": lambda training: list(copy.deepcopy(training.model).parameters()),
     "averaged": lambda training: list(AveragedModel(training.model).parameters()),
