@@ -29,12 +29,12 @@ from tba_offload.capture import views
 from tba_offload.capture.schedule import PrefetchSchedule
 from tba_offload.capture.trace import ActivationKey, ActivationTrace, ScopeKey, StepTrace, Treatment
 from tba_offload.layers.graph import check_version
-from tba_offload.transfer.saved import Handle, SavedRef, SavedStorage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tba_offload.transfer.offloader import Offloader
+    from tba_offload.transfer.saved import SavedRef, SavedStorage
 
 SPARSE = 4
 """A view that uses less than 1 / ``SPARSE`` of its storage is copied into a dense tensor."""
@@ -75,18 +75,20 @@ class Kept:
         self.probe, self.tensor = views.version_probe(self.tensor), views.dense_copy(whole)
 
 
-class Packed(Handle):
+class Packed:
     """A saved tensor whose bytes belong to a saved storage.
 
     Attributes:
+        saved: The saved storage.
         view: The view of the saved tensor on its storage.
         probe: A tensor that shares the version counter of the saved tensor.
         version: The version of the saved tensor at ``pack``.
         address: The original address of the first element if the saved storage is a dense copy; else 0.
     """
 
-    __slots__ = ("address", "probe", "version", "view")
+    __slots__ = ("address", "probe", "saved", "version", "view")
 
+    saved: SavedStorage
     view: views.View
     probe: torch.Tensor
     version: int
@@ -180,19 +182,19 @@ class Capture:
             if packed.view is None:
                 return packed.tensor
             return self._spread_out(packed.tensor.untyped_storage(), packed)
-        saved, is_first = packed.saved, packed.unread is not None
+        saved = packed.saved
         if self.look_at_memory is not None:
             self.look_at_memory()
         if packed.probe._version != packed.version:
             check_version(packed.probe, packed.version, saved.key)
-        storage, start = self.offloader.fetch(packed)
+        storage, start = self.offloader.fetch(saved)
         # Rebuild the tensor before I/O threads wake up, because these calls release the GIL.
         if not packed.address:
             tensor = views.restore(storage, packed.view, packed.probe, start)
         else:
             tensor = self._spread_out(storage, packed, start)
         trace: ActivationTrace = saved.trace
-        if is_first and trace.unpacked_at is None:
+        if trace.unpacked_at is None:
             trace.unpacked_at = perf_counter()
             if saved.was_held:  # another reference keeps the bytes in memory
                 self.learn(trace)
@@ -377,7 +379,9 @@ class LayerHooks:
             saved: The saved storage.
             place: Key of a new saved storage in :attr:`Capture.saved`; ``None`` if the storage is not new.
         """
-        capture, packed = self.capture, Packed(saved)
+        capture, packed = self.capture, Packed()
+        packed.saved = saved
+        saved.tensors += 1
         packed.view = local.dtype, local.shape, local.stride(), local.storage_offset()  # type: ignore[assignment]
         if place is None:
             capture.trace.deduplicated_bytes += local.nbytes

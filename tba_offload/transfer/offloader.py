@@ -31,7 +31,7 @@ from tba_offload.errors import (
 )
 from tba_offload.store.pool import Transfer
 from tba_offload.torch_private import keeps_graph
-from tba_offload.transfer.saved import FIRST, Handle, SavedRef, SavedStorage, State
+from tba_offload.transfer.saved import SavedRef, SavedStorage, State
 from tba_offload.transfer.window import NOTICEABLE, InFlightWindow
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Offloader:
         store.completed = self._completed = deque[Transfer]()
         self._dead = deque[SavedRef]()
         self._died = self._dead.append  # the finalizer
-        self._refs = set[SavedRef]()  # keeps the weak handles alive, so that their callbacks run
+        self._refs = set[SavedRef]()  # keeps the weak references alive, so that their callbacks run
         self._pending = deque[SavedRef]()  # oldest first
         self._pending_bytes = 0
         self._writes: dict[Transfer, SavedRef] = {}  # queued and running, oldest first
@@ -144,18 +144,17 @@ class Offloader:
         while pending and (not held_back or self._pending_bytes > held_back):
             ref = pending[0]
             saved = ref()
-            if saved is not None and saved.state is State.PENDING and saved.memory is not None:
+            if saved is not None and ref.state is State.PENDING and saved.memory is not None:
                 if saved.is_filling:
                     break
                 if (after := events.get(saved.stream)) is None:
                     check_not_captured(self.device)
                     after = events[saved.stream] = self.device.event(saved.stream)
                 memory = ByteRange(saved.memory, 0, ref.nbytes)
-                saved.address, saved.memory, saved.state = memory.address, None, State.WRITING
+                saved.address, saved.memory, ref.state = memory.address, None, State.WRITING
                 ref.write = transfer = Transfer(memory, after)
                 self._writes[transfer] = ref
                 self._pending_bytes -= ref.nbytes
-                ref.is_pending = False
                 batch.append(transfer)
             pending.popleft()
         if batch:
@@ -176,11 +175,11 @@ class Offloader:
 
     # ---- backward: fetch -------------------------------------------------------------------------
 
-    def fetch(self, handle: Handle) -> tuple[torch.UntypedStorage, int]:
+    def fetch(self, saved: SavedStorage) -> tuple[torch.UntypedStorage, int]:
         """Return the bytes of a saved storage, from memory or by a read.
 
         Args:
-            handle: The handle of the saved tensor. The same handle may be passed several times.
+            saved: The saved storage. The same saved storage may be passed several times.
 
         Returns:
             A storage, and the position of the payload's first byte in this storage.
@@ -189,7 +188,6 @@ class Offloader:
             SessionError: The step of the saved storage was discarded, or this is a forked child.
             TransferError: The bytes could not be read.
         """
-        saved = handle.saved
         if self.is_inert:  # a thread of the parent may have held the lock
             raise SessionError(
                 f"{saved.key} was saved before this process was forked. Only the parent process can run "
@@ -207,11 +205,9 @@ class Offloader:
             memory = saved.alive()
             if memory is not None and memory.nbytes() < saved.nbytes:  # the owner has resized it
                 memory = None
-            if handle.unread is FIRST:
-                saved.first_waits = False
-                if saved.is_restored:
-                    saved.memory = None
-            handle.unread = None  # only now, because the handle may own restored memory
+            saved.uses += 1
+            if saved.is_restored and saved.uses >= saved.tensors:
+                saved.memory = None
             if ref.read is not None:
                 memory = self._arrived(saved)
             elif memory is None:
@@ -225,31 +221,28 @@ class Offloader:
     def _forward(self, saved: SavedStorage, memory: torch.UntypedStorage) -> None:
         """Record that backward uses a saved storage that is still in memory.
 
-        If no other handle needs the storage, keep its memory and cancel its write.
+        If no other saved tensor needs the storage, keep its memory and cancel its write.
         """
-        stats = self.window.stats
-        if not saved.was_used:
-            saved.was_used = True
+        ref, stats = saved.ref, self.window.stats
+        if saved.uses == 1:
             stats.forwarded += saved.nbytes
-            if saved.state is State.STORED:
+            if ref.state is State.STORED:
                 saved.was_held = True
                 stats.held += saved.nbytes
         # A retained graph may need the bytes again much later.
-        is_waited_for = saved.first_waits or saved.unread() is not None
-        if saved.state is not State.STORED and not is_waited_for and not keeps_graph():
-            if saved.state is not State.KEPT:
+        if ref.state is not State.STORED and saved.uses >= saved.tensors and not keeps_graph():
+            if ref.state is not State.KEPT:
                 self._stay(saved, memory)
-            self.window.settle(saved.ref)
+            self.window.settle(ref)
 
     def _stay(self, saved: SavedStorage, memory: torch.UntypedStorage) -> None:
-        """Keep a saved storage in memory until its last handle is gone, and cancel its write."""
+        """Keep a saved storage in memory until autograd releases it, and cancel its write."""
         ref = saved.ref
-        if ref.is_pending:
+        if ref.state is State.PENDING:
             self._pending_bytes -= ref.nbytes
-            ref.is_pending = False
         elif ref.write is not None:
             self._cancel_write(ref)
-        saved.memory, saved.state = memory, State.KEPT
+        saved.memory, ref.state = memory, State.KEPT
 
     def _read_now(self, saved: SavedStorage) -> torch.UntypedStorage:
         """Read bytes that were not prefetched. The in-flight window does not limit this read.
@@ -304,11 +297,9 @@ class Offloader:
         self._end_ahead(ref)
         memory = room.storage
         saved.start, saved.alive = room.start, weakref.ref(memory)
-        saved.is_restored = saved.was_used = True
-        if saved.first_waits:
+        saved.is_restored = True
+        if saved.uses < saved.tensors:
             saved.memory = memory
-        if (unread := saved.unread()) is not None:
-            unread.memory = memory
         return memory
 
     def _read_to_end(self, ref: SavedRef, read: Transfer) -> Transfer:
@@ -355,10 +346,10 @@ class Offloader:
                 self._drain()
             for ref, across_forward in upcoming:
                 saved = ref()
-                if saved is None or saved.state is State.KEPT or ref.epoch != self._epoch:
+                if saved is None or ref.state is State.KEPT or ref.epoch != self._epoch:
                     continue
                 memory = saved.alive()
-                if saved.state is not State.STORED:
+                if ref.state is not State.STORED:
                     if across_forward:
                         break  # its write may still run; a later use would then need a read
                     if memory is not None and not keeps_graph():
@@ -367,11 +358,10 @@ class Offloader:
                     memory is None
                     and ref.read is None
                     and not ref.charged
-                    and (saved.first_waits or saved.unread() is not None)
+                    and saved.uses < saved.tensors
+                    and not self._find_room(saved, rooms, across_forward=across_forward)
                 ):
-                    has_room = self._find_room(saved, rooms, across_forward=across_forward)
-                    if not has_room:
-                        break
+                    break
             if rooms:
                 self.window.add(0)  # updates the peaks
                 self._start_reads(rooms)
@@ -424,10 +414,10 @@ class Offloader:
         self.window.stats.given_up += ref.nbytes
         return True
 
-    # ---- the ends of I/O and of handles ----------------------------------------------------------
+    # ---- the ends of I/O and of saved storages -------------------------------------------------------
 
     def _drain(self) -> None:
-        """Process completed transfers, and saved storages whose last handle was dropped."""
+        """Process completed transfers, and saved storages that autograd has released."""
         completed, dead, window = self._completed, self._dead, self.window
         while completed:
             transfer = completed.popleft()
@@ -440,8 +430,8 @@ class Offloader:
                 self._not_written(transfer, ref, saved)
                 continue
             window.stats.offloaded += ref.nbytes
-            if saved is not None and saved.state is State.WRITING:
-                saved.state, ref.extent = State.STORED, transfer.extent
+            if saved is not None and ref.state is State.WRITING:
+                ref.state, ref.extent = State.STORED, transfer.extent
                 window.free(ref)
                 continue
             if transfer.extent is not None:
@@ -459,10 +449,9 @@ class Offloader:
                 self.store.release(ref.extent)
 
     def _let_go(self, ref: SavedRef) -> None:
-        """Release the memory and the extent of a saved storage whose last handle was dropped."""
-        if ref.is_pending:
+        """Release the memory and the extent of a saved storage that autograd has released."""
+        if ref.state is State.PENDING:
             self._pending_bytes -= ref.nbytes
-            ref.is_pending = False
         if ref.write is not None and not self._cancel_write(ref):
             return  # the write holds the memory until the write ends
         if ref.read is not None:
@@ -491,7 +480,7 @@ class Offloader:
         if saved is None:
             self.window.free(ref)
             return
-        is_new, saved.state = saved.state is State.WRITING, State.KEPT
+        is_new, ref.state = ref.state is State.WRITING, State.KEPT
         if memory is not None:
             saved.memory = memory.storage
         self.window.settle(ref)
@@ -515,7 +504,7 @@ class Offloader:
             self._drain()
             ref, memory = saved.ref, saved.alive()
             is_there = memory is not None and memory.nbytes() >= saved.nbytes
-            if is_there and saved.state is not State.STORED and ref.epoch == self._epoch:
+            if is_there and ref.state is not State.STORED and ref.epoch == self._epoch:
                 self._stay(saved, storage)
                 if ref.write is not None:
                     self._wait(ref.write, ref)

@@ -39,7 +39,6 @@ from tba_offload.store.host import HostStore
 from tba_offload.store.multi import MultiStore
 from tba_offload.transfer import offloader as engine
 from tba_offload.transfer.offloader import Offloader
-from tba_offload.transfer.saved import Handle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -210,7 +209,7 @@ def test_a_read_comes_after_the_last_work_with_the_memory_that_it_fills(
     expected = torch.arange(MIB // 4, device=LAG)
     with MultiStore([HostStore(device=device, capacity=4 * MIB)]) as store:
         offloader = Offloader(store, device)
-        handle = Handle(offloader.save(expected.clone().untyped_storage(), "layer 0"))
+        saved = offloader.save(expected.clone().untyped_storage(), "layer 0")
         quiesce(offloader)
 
         def just_freed(*settings: Any) -> ByteRange:
@@ -220,7 +219,7 @@ def test_a_read_comes_after_the_last_work_with_the_memory_that_it_fills(
             return room
 
         monkeypatch.setattr(engine, "aligned_range", just_freed)
-        storage, start = offloader.fetch(handle)
+        storage, start = offloader.fetch(saved)
         found = ByteRange(storage, start, expected.nbytes).tensor().cpu()
         assert same_bits(found, ByteRange.of(expected).tensor().cpu())
 
