@@ -33,8 +33,7 @@ from tba_offload.errors import (
 )
 from tba_offload.planner.window import Tier, Window, drives_share, is_for_host
 from tba_offload.store.base import Moved, close_after
-from tba_offload.store.place import Place
-from tba_offload.store.pool import TICK
+from tba_offload.store.pool import TICK, Place
 
 if TYPE_CHECKING:
     from collections import deque
@@ -150,12 +149,12 @@ class MultiStore:
                     extent.transfers += 1
                 batches.setdefault(place, []).append(transfer)
         for place, batch in batches.items():
-            place.pool.submit(batch, writes=writes)
+            place.submit(batch, writes=writes)
 
     def _run(self, transfer: Transfer) -> None:
         """Run a claimed transfer on an I/O thread. Any failure becomes the error of the transfer."""
         place, writes, is_new = self._places[transfer.drive], transfer.is_write, transfer.extent is None
-        meter, move = (place.writes, _write) if writes else (place.reads, _read)
+        meter = place.writes if writes else place.reads
         memory: Any = transfer.memory
         error: StoreError | None = None
         began, nbytes = 0.0, 0
@@ -168,7 +167,10 @@ class MultiStore:
                 place.grow(extent.offset + extent.length)  # not a part of the measured rate
             with self._lock:
                 began = meter.note(1)
-            move(place, extent, memory)
+            if writes:
+                extent.checksum = place.store.write(extent, memory)
+            else:
+                _read(place.store, extent, memory)
             nbytes = transfer.nbytes  # a failed transfer may end at once, so it does not count in the rate
         except BaseException as failure:  # noqa: BLE001 - the waiting thread must get every error
             verb, way = ("write", "to") if writes else ("read", "from")
@@ -458,19 +460,20 @@ def _check_still_there(memory: ByteRange) -> None:
         )
 
 
-def _write(place: Place, extent: Extent, memory: ByteRange) -> None:
-    extent.checksum = place.store.write(extent, memory)
+def _read(store: Store, extent: Extent, memory: ByteRange) -> None:
+    """Read an extent, and compare the checksums.
 
-
-def _read(place: Place, extent: Extent, memory: ByteRange) -> None:
-    checksum = place.store.read(extent, memory)
+    Raises:
+        ChecksumError: The bytes differ from the bytes that were written.
+    """
+    checksum = store.read(extent, memory)
     if extent.checksum is not None and checksum != extent.checksum:
         raise ChecksumError(
             errno.EIO,
             f"{extent} reads back with checksum {checksum:#x} instead of {extent.checksum:#x}: the "
             "drive, its driver or the memory changed the bytes, or the model changed a saved tensor "
             "through .data during the write. Check the drive",
-            place.store.name,
+            store.name,
         )
 
 
