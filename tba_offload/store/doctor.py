@@ -153,10 +153,10 @@ def examine(directories: Sequence[str], device: Device, *, bench: bool = False) 
             directory, the benchmark takes about 15 seconds and half a GiB.
 
     Returns:
-        JSON values with the keys ``machine`` and ``directories``. The value for each directory has either
-            ``error``, or ``location``, ``store``, ``bytes_per_second`` and ``bench``. ``store`` has the kind
-            and the path that ``auto`` chooses, and the reason. ``bench`` has a row for each block size and
-            number of threads.
+        JSON values with the keys ``machine`` and ``directories``. The value for each directory has the keys
+            ``location``, ``bytes_per_second``, ``store`` and ``bench``. ``store`` has the kind and the path
+            that ``auto`` chooses, and the reason. ``bench`` has a row for each block size and number of
+            threads. After an error, the key ``error`` has the message, and the later keys are missing.
     """
     where = device.torch_device
     machine = {
@@ -165,24 +165,17 @@ def examine(directories: Sequence[str], device: Device, *, bench: bool = False) 
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }
-    found = {directory: _examine(directory, device, bench=bench) for directory in directories}
+    found: dict[str, dict[str, Any]] = {directory: {} for directory in directories}
+    for directory, facts in found.items():
+        try:
+            facts["location"] = location_of(directory)._asdict()
+            with open_store(directories=[directory], device=device) as store:
+                facts["bytes_per_second"] = measure(store, device)._asdict()
+            facts["store"] = store.description
+            facts["bench"] = list(_bench(directory, device)) if bench else []
+        except StoreError as error:
+            facts["error"] = error.strerror or str(error)
     return {"machine": machine, "directories": found}
-
-
-def _examine(directory: str, device: Device, *, bench: bool) -> dict[str, Any]:
-    try:
-        location = location_of(directory)
-        with open_store(directories=[directory], device=device) as store:
-            rates = measure(store, device)
-        rows = list(_bench(directory, device)) if bench else []
-    except StoreError as error:
-        return {"error": error.strerror or str(error)}
-    return {
-        "location": location._asdict(),
-        "store": store.description,
-        "bytes_per_second": rates._asdict(),
-        "bench": rows,
-    }
 
 
 def _bench(directory: str, device: Device) -> Iterator[dict[str, Any]]:

@@ -67,7 +67,13 @@ class GdsStore(FileStore):
 
     def start(self) -> None:
         """Register the file with cuFile, and test the store with one block."""
-        kvikio = import_kvikio()
+        try:  # these imports do not load the cuFile library
+            import kvikio
+            import kvikio.cufile_driver
+            import kvikio.defaults
+        except (ImportError, RuntimeError) as error:  # kvikio raises RuntimeError if a library is missing
+            extra = "gds-cu13" if (torch.version.cuda or "").startswith("13.") else "gds-cu12"
+            raise MissingDependencyError(f"kvikio ({error})", "store kind 'gds'", extra=extra) from error
         if kvikio.defaults.is_compat_mode_preferred():
             why = f"KVIKIO_COMPAT_MODE is ON, libcufile is not found, or the container does not mount {UDEV}"
             raise self._refused(f"kvikio is in compatibility mode. Possible reasons: {why}")
@@ -84,7 +90,13 @@ class GdsStore(FileStore):
         self._move("read", self._cufile.read, back.data_ptr(), BLOCK, 0)
         if not torch.equal(block, back):
             raise self._refused("a test block was read back with other bytes")
-        self.path, self.reason = _path_of(kvikio)
+        if not kvikio.cufile_driver.get("is_gds_available"):
+            self.path = "cuFile compatibility"
+            self.reason = "the nvidia-fs driver is not loaded, so bytes are copied through host memory"
+        elif NVIDIA_FS.exists():
+            self.path = "GDS"
+        else:
+            self.path, self.reason = "GDS without nvidia-fs", "cuFile moves bytes by PCIe peer-to-peer"
 
     def write(self, extent: Extent, source: ByteRange) -> int | None:
         """Write the bytes of an extent from the device's memory. See :meth:`Store.write`."""
@@ -112,37 +124,6 @@ class GdsStore(FileStore):
         if self._cufile is not None:
             self._cufile.close()
         super().close()
-
-
-# ---- kvikio --------------------------------------------------------------------------------------
-
-
-def import_kvikio() -> Any:
-    """Import kvikio, without loading the cuFile library.
-
-    Raises:
-        MissingDependencyError: kvikio is not installed, or a library that kvikio needs is missing.
-    """
-    try:
-        import kvikio
-        import kvikio.cufile_driver
-        import kvikio.defaults
-    except (ImportError, RuntimeError) as error:  # kvikio raises RuntimeError if a library is missing
-        extra = "gds-cu13" if (torch.version.cuda or "").startswith("13.") else "gds-cu12"
-        raise MissingDependencyError(f"kvikio ({error})", "store kind 'gds'", extra=extra) from error
-    return kvikio
-
-
-def _path_of(kvikio: Any) -> tuple[str, str | None]:
-    """Return the name of the I/O path, and the reason why the path is not GDS; ``None`` if it is GDS."""
-    if not kvikio.cufile_driver.get("is_gds_available"):
-        return (
-            "cuFile compatibility",
-            "the nvidia-fs driver is not loaded, so bytes are copied through host memory",
-        )
-    if NVIDIA_FS.exists():
-        return "GDS", None
-    return "GDS without nvidia-fs", "cuFile moves bytes by PCIe peer-to-peer"
 
 
 # ---- cuFile's own calls --------------------------------------------------------------------------

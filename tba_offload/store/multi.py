@@ -33,7 +33,7 @@ from tba_offload.errors import (
 )
 from tba_offload.planner.window import Tier, Window, drives_share, is_for_host
 from tba_offload.store.base import Moved, close_after
-from tba_offload.store.pool import TICK, Place
+from tba_offload.store.pool import FIRST_PAUSE, TICK, Place
 
 if TYPE_CHECKING:
     from collections import deque
@@ -307,7 +307,7 @@ class MultiStore:
     def _leave_alone(self, place: Place, error: BaseException) -> None:
         """Accept no writes to a failed drive, and end its queued writes, because each would time out."""
         cause = str(error)  # the error object may refer to frames and their memory
-        if place.cause is None:
+        if place.next_pause == FIRST_PAUSE:
             self._outages.append((place.store.name, cause))
         place.fail(cause)
         for each in list(self._transfers):
@@ -380,7 +380,7 @@ class MultiStore:
             return [place.take_load(is_beside=self.beside is not None) for place in self._places]
 
     def take_outages(self) -> list[tuple[str, str]]:
-        """Return the name of each drive that failed since the last call, with the cause."""
+        """Return the name and the cause of each drive that failed for the first time since the last call."""
         outages, self._outages = self._outages, []
         return outages
 

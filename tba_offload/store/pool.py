@@ -144,6 +144,7 @@ class Place:
         grown: Size of the store in bytes.
         needed: Largest size in bytes that one of the last steps needed.
         cause: Why the store takes no writes; ``None`` if the store takes writes.
+        next_pause: Length in seconds of the next pause.
         disabled_until: Time from which a write tries the store again, by :func:`time.monotonic`.
     """
 
@@ -156,7 +157,7 @@ class Place:
         self.pending = self.unreserved = self.grown = 0
         self.cause: str | None = None
         self.disabled_until = 0.0
-        self._pause, self._full_until = FIRST_PAUSE, 0.0
+        self.next_pause, self._full_until = FIRST_PAUSE, 0.0
         self._growing = Lock()
         self._needs: deque[int] = deque(maxlen=STEPS_KEPT)
         self.needed = 0
@@ -266,8 +267,8 @@ class Place:
 
     def pause(self) -> None:
         """Accept no writes for a while. The length of this pause doubles with each call."""
-        self.disabled_until = max(self.disabled_until, time.monotonic() + self._pause)
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self.disabled_until = max(self.disabled_until, time.monotonic() + self.next_pause)
+        self.next_pause = min(2 * self.next_pause, LONGEST_PAUSE)
 
     def fail(self, cause: str) -> None:
         """Accept no writes after a failure. After a pause, one write tries the store again."""

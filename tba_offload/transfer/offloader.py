@@ -68,7 +68,7 @@ class Offloader:
         self.store, self.device, self.keep_when_full = store, device, keep_when_full
         self.window = InFlightWindow(window)
         self.marks_stalls = self.is_inert = self._is_open = False
-        self._epoch, self._warned_places = 0, set[str]()
+        self._epoch = 0
         self._lock = Lock()
         store.completed = self._completed = deque[Transfer]()
         self._dead = deque[SavedRef]()
@@ -610,14 +610,13 @@ class Offloader:
             self._is_open = False
 
     def raise_failures(self) -> None:
-        """Raise the error of a failed transfer, if there is one. Warn once about each drive that failed.
+        """Warn about drives that failed for the first time, and raise the error of a failed transfer.
 
         Raises:
             TransferError: A transfer failed.
         """
         for place, cause in self.store.take_outages():
-            if self.keep_when_full and place not in self._warned_places:
-                self._warned_places.add(place)
+            if self.keep_when_full:
                 warn(
                     f"a drive failed and takes no writes for a while: {place}: {cause}. Activations are "
                     "written to other drives or stay in memory, even beyond budget.activation_bytes. Check "
