@@ -615,13 +615,6 @@ def test_layers_that_a_program_has_hooked_into_are_not_tried(caplog: pytest.LogC
     assert sum("the program has added hooks to its forward" in line for line in caplog.messages) == 1
 
 
-def functional(net: Net) -> list[Tensor]:
-    """The module itself does not hold its parameters any more when backward comes."""
-    given = {name: (tensor.detach() * 0.9).requires_grad_() for name, tensor in net.named_parameters()}
-    torch.func.functional_call(net, given, (batch(0),)).pow(2).mean().backward()
-    return [tensor.grad for tensor in given.values()]  # type: ignore[misc]
-
-
 def test_a_layer_that_stands_in_the_list_twice_is_one_layer() -> None:
     def shared() -> Net:
         net = make(DROPPING)

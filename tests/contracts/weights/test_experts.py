@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from bases import (
-    EXPERTS,
-    LAYERS,
-    VOCABULARY,
-    Training,
-    copied,
-    frozen_parts,
-    layers_of,
-    make,
-    peft,
-    policy,
-    quiet,
-)
+from bases import EXPERTS, LAYERS, VOCABULARY, Training, compare, layers_of, make, offloaded, peft, quiet
 from covering import of_which
 from models import assert_same_tensors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import tba_offload as tba
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable
     from pathlib import Path
 
 MOST = 1.3
@@ -150,7 +134,7 @@ def test_experts_in_a_list_are_read_when_they_run(is_checkpointed: bool, count: 
     plain, found = (Model(is_checkpointed=is_checkpointed) for _ in range(2))
     router = Router([layer.mixture.gate for layer in found.layers], top_of_logits)
     read = ran = 0
-    with tba.attach(found, policy(tmp_path, min_tensor_bytes="4KiB"), measure_memory=False) as session:
+    with offloaded(found, tmp_path, min_tensor_bytes="4KiB") as session:
         assert session.weights is not None
         assert session.weights.nbytes == LAYERS * EXPERTS * BYTES
         for number in range(12):
@@ -170,7 +154,7 @@ def test_experts_in_a_list_are_read_when_they_run(is_checkpointed: bool, count: 
 def test_experts_in_a_list_that_are_evaluated(tmp_path: Path) -> None:
     plain, found = Model().eval(), Model().eval()
     router = Router([layer.mixture.gate for layer in found.layers], top_of_logits)
-    with tba.attach(found, policy(tmp_path, min_tensor_bytes="4KiB"), measure_memory=False) as session:
+    with offloaded(found, tmp_path, min_tensor_bytes="4KiB") as session:
         assert session.weights is not None
         with torch.no_grad():
             session.weights.take()
@@ -213,12 +197,6 @@ def sizes_of(model: Any, least: int) -> tuple[int, int]:
     return expert, sum(others)
 
 
-def step(training: Training, session: tba.Session | None, number: int, length: int) -> None:
-    around: AbstractContextManager[Any] = nullcontext() if session is None else session.step()
-    with around:
-        training.step(number, rows=1, length=length)
-
-
 @pytest.mark.parametrize("length", [2, 4])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("family", of_which(["Mixtral", "Qwen2Moe"], "Mixtral"))
@@ -226,19 +204,18 @@ def test_experts_in_one_parameter_are_read_by_slices(
     family: str, implementation: str, length: int, tmp_path: Path
 ) -> None:
     plain, found = (Training(fused(family, implementation)) for _ in range(2))
-    before = copied(frozen_parts(plain.model))
     least = 2048
     expert, others = sizes_of(found.model, least)
     router = Router([layer.mlp.gate for layer in layers_of(found.model)], indices)
-    chosen = policy(tmp_path, min_tensor_bytes=f"{least}B")
     read = ran = 0
-    with tba.attach(found.model, chosen, measure_memory=False) as session:
+    with offloaded(found.model, tmp_path, min_tensor_bytes=f"{least}B") as session:
         assert session.weights is not None
         assert session.weights.nbytes == LAYERS * EXPERTS * expert + others
         for number in range(6):
             router.begin()
-            step(found, session, number, length)
-            step(plain, None, number, length)
+            with session.step():
+                found.step(number, rows=1, length=length)
+            plain.step(number, rows=1, length=length)
             if number:
                 ran += 2 * router.ran["forward"]
                 read += (session.records[-1].weights_read_bytes or 0) - 2 * others
@@ -249,7 +226,6 @@ def test_experts_in_one_parameter_are_read_by_slices(
     assert ran < 0.8 * 5 * 2 * LAYERS * EXPERTS
     assert read <= MOST * ran * expert
     assert_same_tensors(found.results(), plain.results())
-    assert_same_tensors(*([part for _, part in parts] for parts in (frozen_parts(found.model), before)))
 
 
 @pytest.mark.parametrize("implementation", of_which(IMPLEMENTATIONS, "grouped_mm"))
@@ -259,7 +235,7 @@ def test_experts_in_one_parameter_are_read_by_slices_where_words_are_generated(
     plain, found = (Training(fused("Mixtral", implementation)) for _ in range(2))
     expert, others = sizes_of(found.model, 2048)
     router = Router([layer.mlp.gate for layer in layers_of(found.model)], indices)
-    with tba.attach(found.model, policy(tmp_path, min_tensor_bytes="2KiB"), measure_memory=False) as session:
+    with offloaded(found.model, tmp_path, min_tensor_bytes="2KiB") as session:
         assert session.weights is not None
         for _ in range(2):
             router.begin()
@@ -271,50 +247,43 @@ def test_experts_in_one_parameter_are_read_by_slices_where_words_are_generated(
     assert_same_tensors(found.results(), plain.results())
 
 
-def whole(model: Any) -> Iterator[nn.Parameter]:
-    for experts in experts_of(model):
-        yield from experts.parameters()
-
-
 @pytest.mark.parametrize("implementation", of_which(IMPLEMENTATIONS, "eager"))
 def test_experts_in_one_parameter_are_used_from_outside(implementation: str, tmp_path: Path) -> None:
     """As a whole, by slices, and to be written."""
-    plain, found = (Training(fused("Mixtral", implementation)) for _ in range(2))
-    with tba.attach(found.model, policy(tmp_path), measure_memory=False):
-        for training in (plain, found):
-            training.step(0, rows=1, length=2)
-            for parameter in whole(training.model):
-                training.seen += [parameter.norm(), parameter[3].clone(), parameter[:, 1].sum()]
-                training.seen += [parameter[torch.tensor([1, 5])], parameter.transpose(-2, -1).contiguous()]
-            for parameter in whole(training.model):
-                parameter.data[2].mul_(1.5)
-                parameter.data[6] = 0.01
-                with torch.no_grad():
-                    parameter[4] += 0.01
-            training.step(1)
-            state = training.model.state_dict()
-            training.seen += [value.clone() for name, value in state.items() if ".experts." in name]
-            training.step(2, rows=1, length=2)
-    assert_same_tensors(found.results(), plain.results())
-    assert_same_tensors(*([p for _, p in frozen_parts(each.model)] for each in (found, plain)))
+
+    def program(training: Training) -> None:
+        whole = [parameter for experts in experts_of(training.model) for parameter in experts.parameters()]
+        training.step(0, rows=1, length=2)
+        for parameter in whole:
+            training.note([parameter.norm(), parameter[3], parameter[:, 1].sum()])
+            training.note([parameter[torch.tensor([1, 5])], parameter.transpose(-2, -1).contiguous()])
+        for parameter in whole:
+            parameter.data[2].mul_(1.5)
+            parameter.data[6] = 0.01
+            with torch.no_grad():
+                parameter[4] += 0.01
+        training.step(1)
+        training.note([value for name, value in training.model.state_dict().items() if ".experts." in name])
+        training.step(2, rows=1, length=2)
+
+    compare(lambda: fused("Mixtral", implementation), program, tmp_path)
 
 
 def test_adapters_on_experts_in_one_parameter(tmp_path: Path) -> None:
     """peft adds the product of the adapters to the parameter as a whole."""
-    results = []
-    for directory in (None, tmp_path):
+
+    def made() -> Any:
         model = fused("Mixtral", "grouped_mm").unload()
         torch.manual_seed(1)
         names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         lora = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names)
         with quiet():
-            training = Training(peft.get_peft_model(model, lora))
-        attached: AbstractContextManager[Any] = nullcontext()
-        if directory is not None:
-            attached = tba.attach(training.model, policy(directory), measure_memory=False)
-        with attached:
-            for number in range(2):
-                training.step(number)
-            training.evaluate()
-        results.append([*training.results(), *training.model.state_dict().values()])
-    assert_same_tensors(*results)
+            return peft.get_peft_model(model, lora)
+
+    def program(training: Training) -> None:
+        for number in range(2):
+            training.step(number)
+        training.evaluate()
+        training.note(training.model.state_dict())
+
+    compare(made, program, tmp_path)

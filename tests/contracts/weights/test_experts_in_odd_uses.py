@@ -6,13 +6,24 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from bases import EXPERTS, LAYERS, SIZES, Training, layers_of, policy, quiet
+from bases import (
+    EXPERTS,
+    LAYERS,
+    SIZES,
+    Training,
+    compare,
+    frozen_parts,
+    layers_of,
+    nbytes_of,
+    offloaded,
+    peft,
+    quiet,
+    transformers,
+)
 from covering import in_turn
 from models import assert_same_tensors
 from test_experts import BYTES, IMPLEMENTATIONS, Model, fused, words
 from torch import Tensor, nn
-
-import tba_offload as tba
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,12 +63,7 @@ def with_a_backward_that_is_repeated(model: Model) -> None:
     loss.backward()
 
 
-def with_all_experts(model: Model) -> None:
-    for number in range(2):
-        loss_of(model, number, 64).backward()
-
-
-def with_few_and_many(model: Model) -> None:
+def with_few_and_all(model: Model) -> None:
     for number, count in enumerate((1, 64, 2, 64, 1, 1)):
         loss_of(model, number, count).backward()
 
@@ -123,7 +129,7 @@ def with_an_expert_called_twice(model: Model) -> None:
 
 WAYS = (
     *(plainly, with_passes_in_flight, with_an_evaluation_between, with_a_backward_that_is_repeated),
-    *(with_all_experts, with_few_and_many, with_an_error, in_pieces, without_being_called, with_autocast),
+    *(with_few_and_all, with_an_error, in_pieces, without_being_called, with_autocast),
     *(with_an_expert_called_twice,),
 )
 
@@ -156,39 +162,37 @@ KINDS: dict[str, tuple[Callable[[], Model], dict[str, Any]]] = {
 @pytest.mark.parametrize(("kind", "way"), in_turn(list(KINDS), WAYS))
 def test_experts_in_a_list(kind: str, way: Callable[[Model], None], tmp_path: Path) -> None:
     make, settings = KINDS[kind]
-    results = []
-    for directory in (None, tmp_path):
-        model = make()
-        optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
-        if directory is None:
-            way(model)
-        else:
-            chosen = policy(directory, **{"min_tensor_bytes": "4KiB", **settings})
-            with tba.attach(model, chosen, measure_memory=False) as session:
-                assert session.weights is not None
-                way(model)
-                optimizer.step()  # a session wants one
-                assert session.weights.resident_bytes <= 2 * EXPERTS * BYTES
-        results.append([each.grad for each in model.parameters() if each.grad is not None])
-    assert_same_tensors(*results)
+    plain, found = make(), make()
+    way(plain)
+    optimizer = torch.optim.SGD([each for each in found.parameters() if each.requires_grad], lr=0.1)
+    with offloaded(found, tmp_path, **{"min_tensor_bytes": "4KiB", **settings}) as session:
+        assert session.weights is not None
+        way(found)
+        optimizer.step()  # a session wants one
+        assert session.weights.resident_bytes <= 2 * EXPERTS * BYTES
+    assert_same_tensors(
+        *([each.grad for each in model.parameters() if each.grad is not None] for model in (found, plain))
+    )
+
+
+def loss_of_words(training: Training, number: int) -> Tensor:
+    ids = words(number, 3)[None]
+    loss: Tensor = training.model(input_ids=ids, labels=ids).loss
+    return loss
 
 
 def fused_with_passes_in_flight(training: Training) -> None:
-    losses = []
     torch.manual_seed(0)
-    for number in range(3):
-        ids = words(number, 3)[None]
-        losses.append(training.model(input_ids=ids, labels=ids).loss)
+    losses = [loss_of_words(training, number) for number in range(3)]
     for number in (1, 0, 2):
         losses[number].backward()
-    training.seen += [loss.detach() for loss in losses]
+    training.note(losses)
     training.step(0)
 
 
 def fused_with_an_evaluation_between(training: Training) -> None:
     torch.manual_seed(0)
-    ids = words(0, 3)[None]
-    loss = training.model(input_ids=ids, labels=ids).loss
+    loss = loss_of_words(training, 0)
     training.evaluate()
     training.generate()
     loss.backward()
@@ -196,10 +200,7 @@ def fused_with_an_evaluation_between(training: Training) -> None:
 
 
 def fused_with_checkpoints(training: Training) -> None:
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         training.model.gradient_checkpointing_enable({"use_reentrant": False})
     training.model.enable_input_require_grads()
     for number in range(2):
@@ -225,7 +226,7 @@ def fused_alone(training: Training) -> None:
     y = experts(x, picked, torch.full((3, 2), 0.5))
     y.pow(2).sum().backward()
     assert x.grad is not None
-    training.seen += [y.detach(), x.grad]
+    training.note([y, x.grad])
     training.step(0)
 
 
@@ -249,13 +250,7 @@ FUSED = (
 def test_experts_in_one_parameter(
     implementation: str, way: Callable[[Training], None], tmp_path: Path
 ) -> None:
-    plain, found = (Training(fused("Mixtral", implementation)) for _ in range(2))
-    way(plain)
-    with tba.attach(found.model, policy(tmp_path), measure_memory=False) as session:
-        way(found)
-        assert session.weights is not None
-        assert session.weights.resident_bytes <= 2 * session.weights.nbytes // LAYERS
-    assert_same_tensors(found.results(), plain.results())
+    compare(lambda: fused("Mixtral", implementation), way, tmp_path)
 
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -292,22 +287,18 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("family", "implementation"), in_turn(list(OTHERS), IMPLEMENTATIONS[:2]))
 def test_other_families(family: str, implementation: str, tmp_path: Path) -> None:
     """Adapters on attention, on a base whose experts are slices of one parameter."""
-    plain, found = (Training(made(family, implementation)) for _ in range(2))
-    with tba.attach(found.model, policy(tmp_path), measure_memory=False) as session:
-        for training in (plain, found):
-            for number in range(2):
-                training.step(number, rows=1, length=3)
-            training.evaluate()
-        assert session.weights is not None
-        if family != "Llama4":
-            assert (session.records[-1].weights_read_bytes or 0) < 1.5 * session.weights.nbytes
-    assert_same_tensors(found.results(), plain.results())
+
+    def program(training: Training) -> None:
+        for number in range(2):
+            training.step(number, rows=1, length=3)
+        training.evaluate()
+
+    records = compare(lambda: made(family, implementation), program, tmp_path)
+    frozen_bytes = nbytes_of(frozen_parts(made(family, implementation)))
+    assert family == "Llama4" or 0 < (records[-1].weights_read_bytes or 0) < 1.5 * frozen_bytes
 
 
 def made(family: str, implementation: str) -> Any:
-    import peft
-    import transformers
-
     torch.manual_seed(0)
     name = f"{family}TextConfig" if family == "Llama4" else f"{family}Config"
     config = getattr(transformers, name)(**{**SIZES, "num_experts_per_tok": 2, **OTHERS[family]})
