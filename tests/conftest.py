@@ -158,7 +158,6 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
-    """The stand-in for kvikio and cuFile, whether or not there are real ones."""
     import fake_kvikio
 
     from tba_offload.store import gds

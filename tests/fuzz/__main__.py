@@ -31,7 +31,6 @@ def watched(program: Program) -> Verdict:
 
 
 def run(start: int, count: int, seconds: float) -> bool:
-    """Judges programs, tells of those with a fault, and counts the others."""
     end = time.monotonic() + seconds
     counts: Counter[str] = Counter()
     refusals: Counter[str] = Counter()

@@ -27,8 +27,6 @@ PLACEMENTS = (
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer and what becomes of it."""
-
     kind: str = among("linear", *(name for name in MODULES if name != "linear"), often=0.98)
     style: str = among(*STYLES, often=0.3)
     inside: str = among("nothing", "checkpoint", "reentrant checkpoint", "body twice", "own hooks")
@@ -193,7 +191,6 @@ DENIED: dict[str, Callable[[Program], bool]] = {
 
 
 def draw(seed: int) -> Program:
-    """The program of a seed."""
     for attempt in range(1000):
         count = random.Random(f"{seed} {attempt} layers").choice((1, 2, 2, 3, 3, 4))
         layers = tuple(_drawn(Layer(), f"{seed} {attempt} layer {number}") for number in range(count))
@@ -217,7 +214,6 @@ def choices_of(thing: Program | Layer) -> Iterator[Any]:
 
 
 def told(thing: Program | Layer) -> Iterator[str]:
-    """All that is not the simplest."""
     for each in choices_of(thing):
         value = getattr(thing, each.name)
         if value != each.default:

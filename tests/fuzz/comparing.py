@@ -60,7 +60,6 @@ class Verdict:
 
 
 def judge(program: Program) -> Verdict:
-    """Runs a program twice."""
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as name:
         warnings.simplefilter("ignore")
         expected, plain_left = trained(program, None)
@@ -87,7 +86,6 @@ def judge(program: Program) -> Verdict:
 
 
 def trained(program: Program, directory: Path | None) -> tuple[History, tuple[int, int]]:
-    """What a training has computed, and how many more storages of how many bytes there are then."""
     fail_once()
     count, nbytes = alive()
     training = Training(program, directory)
@@ -129,7 +127,6 @@ def compared(found: History, expected: History) -> Verdict:
 
 
 def alive() -> tuple[int, int]:
-    """Storages of tensors, and their bytes."""
     gc.collect()
     storages: dict[int, int] = {}
     for thing in gc.get_objects():
@@ -143,7 +140,6 @@ def alive() -> tuple[int, int]:
 
 
 def own_objects() -> Counter[str]:
-    """How many of each class of what moves and plans are alive."""
     gc.collect()
     kinds = (type(thing) for thing in gc.get_objects())
     ours = (kind for kind in kinds if str(kind.__module__).startswith("tba_offload."))
@@ -155,7 +151,6 @@ def open_files() -> int:
 
 
 def left_over(directory: Path) -> list[str]:
-    """Threads and files."""
     deadline = time.monotonic() + PATIENCE
     while True:
         threads = [each.name for each in threading.enumerate() if each.name.startswith("tba-")]

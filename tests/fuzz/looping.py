@@ -30,8 +30,6 @@ AT = 1
 
 
 class Bits(NamedTuple):
-    """A tensor that no tensor keeps."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     data: bytes
@@ -44,8 +42,6 @@ class Bits(NamedTuple):
 
 @dataclass(frozen=True)
 class Failure:
-    """An error that ended a training."""
-
     where: str
     kind: type[BaseException]
     message: str
@@ -56,8 +52,6 @@ class Failure:
 
 
 class History:
-    """What was noted, in order, and the first error."""
-
     def __init__(self) -> None:
         self.notes: list[tuple[str, Any]] = []
         self.failed: Failure | None = None
@@ -78,7 +72,6 @@ class History:
             self.failed_closing = failure
 
     def first_difference(self, other: History) -> str | None:
-        """Where it differs from another one, as far as both go."""
         for (what, value), (other_what, other_value) in zip(self.notes, other.notes, strict=False):
             if what != other_what:
                 return f"{what} in place of {other_what}"
@@ -132,7 +125,6 @@ class Training:
             self.model.head.weight.register_post_accumulate_grad_hook(halve)
 
     def run(self) -> History:
-        """All steps, and one more after offloading has ended; an error ends them, and is noted."""
         steps = self.program.steps
         with policies.drive_of(self.program) if self.directory is not None else nullcontext():
             self.guarded("attach", self.attach)
@@ -147,7 +139,6 @@ class Training:
         return self.history
 
     def guarded(self, where: str, work: Any, *args: Any, always: bool = False) -> None:
-        """Does the work unless there was an error before, and notes the error that it raises."""
         if self.history.failed and not always:
             return
         try:
@@ -248,7 +239,6 @@ class Training:
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
     def passes(self, number: int) -> Tensor:
-        """Forward and backward of all micro-batches; the sum of the losses."""
         program = self.program
         count = program.micro_batches[number % len(program.micro_batches)]
         losses: list[Tensor] = []

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 
 class Mapped(nn.Module):
-    """A linear map and an operation."""
-
     def __init__(self, width: int, operation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
@@ -39,8 +37,6 @@ class Turned(nn.Module):
 
 
 class First(nn.Module):
-    """The first output of a module."""
-
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
@@ -60,8 +56,6 @@ class Attends(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each row goes to the expert that a router chooses, which counts them."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.router = nn.Linear(width, 3)
@@ -82,8 +76,6 @@ class Experts(nn.Module):
 
 
 class Counts(nn.Module):
-    """Its numbers depend on how often it was called."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
@@ -97,8 +89,6 @@ class Counts(nn.Module):
 
 
 class Remembers(nn.Module):
-    """Uses what it put out the last time."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
@@ -140,8 +130,6 @@ class RunningMean(nn.Module):
 
 
 class Adapter(nn.Module):
-    """LoRA: the weight is frozen, two small matrices are trained."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.base = nn.Linear(width, width).requires_grad_(False)

@@ -87,8 +87,6 @@ STYLES = {
 
 
 class Block(nn.Module):
-    """What is attached: a layer in its style, with what is around its body."""
-
     def __init__(self, layer: Layer, width: int) -> None:
         super().__init__()
         self.body = MODULES[layer.kind](width)
@@ -117,8 +115,6 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """The whole."""
-
     def __init__(self, program: Program) -> None:
         super().__init__()
         self.program = program
@@ -168,7 +164,6 @@ def make(program: Program) -> Network:
 
 
 def batch(program: Program, number: int) -> tuple[Tensor, Tensor]:
-    """Input and targets of a micro-batch."""
     generator = torch.Generator().manual_seed(1000 * program.seed + number)
     length = program.length + (number % 3 if program.other_lengths else 0)
     shape = (program.batch, length)

@@ -88,8 +88,6 @@ def routed(x: Tensor) -> Tensor:
 
 
 class SavesItsOutput(torch.autograd.Function):
-    """Saves input and output, and a number on its context."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         y = x.tanh()
@@ -104,8 +102,6 @@ class SavesItsOutput(torch.autograd.Function):
 
 
 class ChangesItsInput(torch.autograd.Function):
-    """Works in place, and says so."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         x.sigmoid_()
@@ -135,8 +131,6 @@ class KeepsOnItsContext(torch.autograd.Function):
 
 
 class SavesNone(torch.autograd.Function):
-    """Saves None, the same tensor twice, a view and a part of it."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x, None, x, x.transpose(0, 1), x[..., 1:3])

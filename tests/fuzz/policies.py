@@ -67,5 +67,4 @@ FAULTS = {
 
 
 def drive_of(program: Program) -> AbstractContextManager[object]:
-    """What happens on the drive, and changes no number."""
     return inject(*FAULTS[program.drive]) if program.drive in FAULTS else nullcontext()

@@ -39,7 +39,6 @@ def settings(directory: Path, **others: Any) -> dict[str, Any]:
 
 
 def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """A few steps, with gradients that are clipped."""
     torch.manual_seed(7)
     losses = []
     for number in range(4):

@@ -59,8 +59,6 @@ class _Sleeps(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """A layer whose times do not depend on the machine."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1))

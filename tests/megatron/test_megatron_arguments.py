@@ -24,7 +24,6 @@ GIB = 2**30
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """A parser as Megatron makes it, with some of its own flags."""
     parser = argparse.ArgumentParser("pretrain_gpt.py", allow_abbrev=False)
     parser.add_argument("--num-layers", type=int)
     parser.add_argument("--recompute-granularity", choices=["full", "selective"])

@@ -48,7 +48,6 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 def train(name: str, figures_directory: Path, **variables: str) -> list[Figures]:
-    """Runs a script to its end."""
     ranks, smaller = LAYOUTS[name]
     command = ["bash", str(MEGATRON / f"{name}.sh"), str(SCRIPT), *SMALL, *smaller]
     here = {"CPU": "1", "GPUS_PER_NODE": str(ranks), "MASTER_PORT": str(free_port())}
@@ -59,7 +58,6 @@ def train(name: str, figures_directory: Path, **variables: str) -> list[Figures]
 
 
 def policy_of(name: str) -> Path:
-    """The policy that a script takes unless told otherwise."""
     text = (MEGATRON / f"{name}.sh").read_text()
     (policy,) = re.findall(r"^POLICY=\$\{POLICY:-\$POLICIES/(\S+)\}$", text, re.MULTILINE)
     return MEGATRON / "policies" / policy

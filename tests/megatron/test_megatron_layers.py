@@ -81,7 +81,6 @@ class Mixer(nn.Module):
 
 
 def build_mamba() -> nn.Module:
-    """Three layers of megatron-core's MambaLayer."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
@@ -119,7 +118,6 @@ def test_layers_that_predict_further_tokens_are_found() -> None:
 
 
 def spoil(layer: Any) -> None:
-    """Make the forward of a layer append to a list, and compute with its length."""
     seen: list[int] = []
     layer.mlp.seen, plain = seen, layer.mlp.forward
 

@@ -61,7 +61,6 @@ MIXED = ("recompute", "offload", "keep", "auto")
 
 
 def placements(variant: str, layout: Layout) -> dict[str, str]:
-    """Layer → placement, for the layers of all ranks."""
     layers = [layer for stage in layout.stages for layer in stage]
     layers.sort(key=lambda layer: (not layer.startswith("encoder"), layer))
     wanted = MIXED if variant == "mixed" else [variant]
@@ -76,7 +75,6 @@ INPUTS_TRAVEL = ("tensor and sequence", "t5")
 
 
 def variants_of(name: str) -> tuple[str, ...]:
-    """The variants of a layout that are compared with the plain run."""
     variants = IN_TURN[list(LAYOUTS).index(name) % len(IN_TURN)]
     return (*variants, INPUTS) if name in INPUTS_TRAVEL else variants
 
@@ -95,7 +93,6 @@ def policy_of(variant: str, layout: Layout) -> str:
 
 
 def make_job(name: str, directory: Path) -> Job:
-    """A policy, a run log and directories for each variant of a layout."""
     layout = LAYOUTS[name]
     variants: dict[str, list[str] | None] = {"plain": None}
     for variant in variants_of(name):
@@ -111,7 +108,6 @@ def make_job(name: str, directory: Path) -> Job:
 
 
 def run_ranks(python: Warm, job: Job) -> None:
-    """Does a job, and fails where a rank does."""
     done = python.run(megatron_ranks.__file__, str(job.save()), timeout=JOB_SECONDS + PATIENCE)
     assert done.returncode == 0, done.stderr[-4000:]
     statuses = json.loads(done.stdout.splitlines()[-1])
@@ -159,7 +155,6 @@ foretold."""
 
 
 def make_auto_job(layout: Layout, directory: Path) -> Job:
-    """Every layer is the planner's; what it plans for differs."""
     variants: dict[str, list[str] | None] = {"plain": None}
     for variant, has_budget in AUTO_VARIANTS.items():
         drive = made(directory / f"{variant}-drive")
@@ -212,7 +207,6 @@ def recomputed(placements: dict[str, str]) -> frozenset[str]:
 
 
 def check_plans(layout: Layout, variant: str, log: RunLog, history: dict[str, Any]) -> None:
-    """What was planned is what was done, and the run log tells it."""
     count, placed = layout.micro_batches[-1], history["placements"]
     assert len(placed) == len(log.steps) == AUTO_STEPS
     for step, placements in zip(log.steps, placed, strict=True):
@@ -232,7 +226,6 @@ def check_plans(layout: Layout, variant: str, log: RunLog, history: dict[str, An
 
 
 def check_bits(job: Job, variants: Iterable[str]) -> None:
-    """Every variant left behind on every rank what plain training did."""
     for rank in range(job.layout.ranks):
         plain = torch.load(job.results("plain", rank))
         check_plain(job.layout, rank, plain, job.steps)
@@ -280,7 +273,6 @@ def read_logs(job: Job, variant: str) -> list[RunLog]:
 
 
 def check_header(layout: Layout, variant: str, log: RunLog) -> None:
-    """Every rank knows the placement of the layers of all."""
     wanted = placements(variant, layout)
     assert len(log.header.plan) == len(wanted)
     for name, entry in log.header.plan.items():
@@ -293,7 +285,6 @@ def check_header(layout: Layout, variant: str, log: RunLog) -> None:
 def check_steps(
     layout: Layout, wanted: dict[str, str], rank: int, log: RunLog, history: dict[str, Any]
 ) -> None:
-    """Layers ran as often as they should, and went where they should; evaluations left no trace."""
     own = Counter(wanted[layer] for layer in layout.stages[layout.stage_of(rank)])
     assert len(log.steps) == STEPS
     recomputed = own["recompute"] + own[INPUTS]

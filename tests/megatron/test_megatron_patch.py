@@ -45,7 +45,6 @@ def contents(root: Path) -> dict[str, str]:
 
 @pytest.fixture(params=RELEASES)
 def tree(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Files of a release as far as its patch sees them, without a repository."""
     release: str = request.param
     root = tmp_path / "Megatron-LM"
     for name, text in originals(release).items():

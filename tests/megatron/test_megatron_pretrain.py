@@ -74,7 +74,6 @@ def offload(
     batch: int = 4,
     says: str = "",
 ) -> tuple[Figures, RunLog]:
-    """A run of one rank with the flags, and its run log."""
     own = tba_flags(directory, placement)
     (found,) = train(python, OFFLOADING, directory / "figures", *flags, *own, batch=batch, says=says)
     assert list((directory / "drive").iterdir()) == []
@@ -266,7 +265,6 @@ def test_two_stages_plan_save_and_resume_and_train_the_same(
 
 
 def last_plan(log: RunLog) -> dict[str, str]:
-    """Layer → placement."""
     *_, event = (event for event in log.others if event["event"] == "plan")
     return dict(zip(event["names"], event["plan"]["placements"], strict=True))
 

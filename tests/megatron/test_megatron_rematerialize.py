@@ -39,8 +39,6 @@ def fused(module: str, name: str) -> Any:
 
 
 class Fused(nn.Module):
-    """A layer that calls one of the functions."""
-
     def __init__(self, call: Callable[[Tensor, Tensor, Tensor], Tensor], takes: int, number: int) -> None:
         super().__init__()
         self.layer_number = number
@@ -80,7 +78,6 @@ FUNCTIONS: dict[str, tuple[int, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
 def run(
     takes: int, call: Callable[[Tensor, Tensor, Tensor], Tensor], session: bool
 ) -> tuple[list[Tensor], int]:
-    """Gradients of some steps, and the bytes that were made again in the last of them."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Fused(call, takes * INNER, number) for number in (1, 2)))
     config = tba.OffloadConfig(

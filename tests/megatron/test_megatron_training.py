@@ -61,7 +61,6 @@ def run_ranks(
     layers: tuple[list[int], list[int]] = ([1, 2], [3, 4]),
     extra: tuple[dict[str, Any], dict[str, Any]] = ({}, {}),
 ) -> list[tuple[int, str, str]]:
-    """Status, output and errors of each of two ranks."""
     programs = []
     for rank in range(2):
         settings = {"global_batch_size": 2} | extra[rank]

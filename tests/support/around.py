@@ -29,7 +29,6 @@ def put_around(store: MultiStore, around: Around, *, tier: str | None = None) ->
 
 @contextmanager
 def taking_time(rate: float, _: str, extent: Extent) -> Iterator[None]:
-    """Takes the time of a transfer at a rate in bytes a second."""
     began = time.perf_counter()
     yield
     time.sleep(max(extent.nbytes / rate - (time.perf_counter() - began), 0.0))

@@ -64,7 +64,6 @@ def make_input(number: int = 0, length: int = LENGTH) -> Tensor:
 
 
 def forward_backward(net: Net, number: int) -> list[Tensor]:
-    """The usual step; returns what else to compare."""
     x = make_input(number)
     loss = net(x).pow(2).mean()
     loss.backward()
@@ -95,7 +94,6 @@ def gradients(net: nn.Module) -> list[Tensor]:
 
 
 def run(net: Net, work: Work, session: Session | None, steps: int) -> list[list[Tensor]]:
-    """Every step's results and gradients."""
     history = []
     for number in range(steps):
         torch.manual_seed(number)
@@ -137,7 +135,6 @@ def assert_transparent(
 def plain(
     work: Work = forward_backward, block: Callable[[], nn.Module] = Block, steps: int = 1
 ) -> list[list[Tensor]]:
-    """What a run without a session gives."""
     return run(make_net(block), work, None, steps)
 
 

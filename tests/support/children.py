@@ -26,7 +26,6 @@ def environment() -> dict[str, str]:
 def run_python(
     *arguments: object, cwd: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a new interpreter in :func:`environment` and more variables."""
     command = [sys.executable, *map(str, arguments)]
     own = environment() | variables
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=own)

@@ -8,5 +8,4 @@ from tba_offload import cli
 
 
 def call(*arguments: object) -> Result:
-    """Run a command with these arguments."""
     return CliRunner().invoke(cli.main, list(map(str, arguments)))

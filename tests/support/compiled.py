@@ -11,7 +11,6 @@ import torch
 
 
 def library_of(source: Path) -> Path:
-    """A shared library of one file of C++, which may use PyTorch's headers."""
     key = hashlib.sha256(source.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "tba-offload-tests"
     library = cache / f"{source.stem}-{key}.so"

@@ -105,7 +105,6 @@ def by_parameters(net: Net, **settings: Any) -> nn.Module:
 
 
 def by_layers(net: Net) -> nn.Module:
-    """Each is the root of its own."""
     for layer in (net.first, *net.layers, net.last):
         fully_shard(layer)
     return net
@@ -148,8 +147,6 @@ SPREAD: dict[str, Callable[[Net], nn.Module]] = {
 
 
 class Stage(nn.Module):
-    """What one rank has of the layers in a pipeline."""
-
     def __init__(self, net: Net, rank: int) -> None:
         super().__init__()
         own = LAYERS // RANKS
@@ -187,7 +184,6 @@ def attached(model: nn.Module, default: str | None) -> Session | None:
 def trained(
     spread: str, rank: int, default: str | None, steps: int
 ) -> tuple[list[Tensor], list[dict[str, int]]]:
-    """Losses and parameters of a new model, and what each step of its session moved."""
     torch.manual_seed(0)
     model = Stage(Net(), rank) if spread == IN_STAGES else SPREAD[spread](Net())
     run = pipelined(model, rank) if spread == IN_STAGES else partial(forward_backward, model, spread, rank)
@@ -216,7 +212,6 @@ def forward_backward(
 
 
 def pipelined(stage: nn.Module, rank: int) -> Callable[[int, Session | None], list[Tensor]]:
-    """Steps in a pipeline of PyTorch's own, one forward and one backward in turn."""
     example = torch.zeros(ROWS, LENGTH, WIDTH)
     pipeline = PipelineStage(stage, rank, RANKS, CPU, input_args=(example,))
     schedule = Schedule1F1B(pipeline, MICRO_BATCHES, loss_fn=lambda out, _: out.pow(2).mean())
@@ -235,7 +230,6 @@ def pipelined(stage: nn.Module, rank: int) -> Callable[[int, Session | None], li
 
 
 def moved(session: Session | None) -> list[dict[str, int]]:
-    """What the steps of a session moved; closes it."""
     if session is None:
         return []
     with session:
@@ -362,7 +356,6 @@ def by_batch_as_views(net: Net) -> nn.Module:
 
 
 def by_trained_parameters(net: Net) -> nn.Module:
-    """Frozen weights are whole on each rank."""
     return by_parameters(net, ignored_params={each for each in net.parameters() if not each.requires_grad})
 
 
@@ -373,7 +366,6 @@ FROZEN_BYTES = LAYERS * 2 * 4 * WIDTH * INNER
 def train_beside_frozen(
     rank: int, spread: Callable[[Net], nn.Module], *, attach_before: bool = False, attach_after: bool = False
 ) -> tuple[list[Tensor], int]:
-    """Losses and parameters, and the bytes that were offloaded."""
     torch.manual_seed(0)
     model: Any = Net()
     for layer in model.layers:
@@ -418,7 +410,6 @@ def compare_frozen(rank: int, spread: Callable[[Net], nn.Module], when: str) -> 
 
 
 def cases() -> dict[str, Callable[[int], dict[str, Any]]]:
-    """Every case by its name; each trains plainly and attached, on one rank."""
     found: dict[str, Callable[[int], dict[str, Any]]] = {}
     for default, spreads in COMPARED.items():
         for spread in spreads:
@@ -433,7 +424,6 @@ def cases() -> dict[str, Callable[[int], dict[str, Any]]]:
 
 
 def run_ranks(python: Warm, directory: Path, names: Iterable[str]) -> list[dict[str, dict[str, Any]]]:
-    """What came out of the cases, rank by rank."""
     arguments = __file__, str(directory), *sorted(names)
     ended = python.run(*arguments, timeout=5 * PATIENCE)  # all are about sixty trainings
     assert ended.returncode == 0, ended.stderr[:4000]  # the rank that failed first
@@ -441,7 +431,6 @@ def run_ranks(python: Warm, directory: Path, names: Iterable[str]) -> list[dict[
 
 
 def run_rank(rank: int, directory: Path, names: list[str]) -> None:
-    """Trains under the cases that are named."""
     warnings.simplefilter("ignore")
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(RANKS)}
     meeting, patience = f"file://{directory}/meeting", timedelta(seconds=PATIENCE)

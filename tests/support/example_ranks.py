@@ -62,7 +62,6 @@ def main() -> None:
 
 
 def imports_of(example: Path) -> ast.Module:
-    """What it imports first."""
     tree = ast.parse(example.read_text(encoding="utf-8"))
     return ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
 
@@ -90,7 +89,6 @@ def local(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def steps_of(names: dict[str, Any]) -> list[dict[str, int]]:
-    """What each step of the session moved."""
     session = names["session"] if "session" in names else names["callback"].session
     return [{figure: getattr(record, figure) for figure in FIGURES} for record in session.records]
 
@@ -107,7 +105,6 @@ class NoSession:
 
 
 def do_without() -> None:
-    """Has a program attach nothing."""
     tba.attach = lambda *_, **__: contextlib.nullcontext(NoSession())
     integration = sys.modules.get("tba_offload.integrations.transformers")
     if integration is not None:

@@ -16,8 +16,6 @@ from tba_offload.device import Device
 
 
 class PinningDevice(Device):
-    """Stands for a device with memory of its own."""
-
     pins_memory = True
 
 
@@ -27,8 +25,6 @@ HAS_KVIKIO = importlib.util.find_spec("kvikio") is not None
 
 
 class CuFile:
-    """In place of ``tba_offload.store.gds.CuFile``."""
-
     def __init__(self, fd: int) -> None:
         self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 

@@ -89,7 +89,6 @@ class _Trigger:
         self._calls = self._bytes = self._strikes = 0
 
     def pulled(self, nbytes: int) -> bool:
-        """Whether this call of ``nbytes`` is struck."""
         fault = self._fault
         self._calls += 1
         struck = (
@@ -142,7 +141,6 @@ class Faults:
         return self
 
     def release(self) -> None:
-        """Lets every call that hangs go on, and those to come."""
         self._released.set()
 
     def __enter__(self) -> Self:
@@ -225,7 +223,6 @@ class Faults:
 
 @contextmanager
 def _pages(nbytes: int) -> Iterator[int]:
-    """Return the address of zeros that are aligned for direct I/O."""
     with mmap.mmap(-1, nbytes) as pages:
         here = ctypes.c_char.from_buffer(pages)
         try:
@@ -235,11 +232,9 @@ def _pages(nbytes: int) -> Iterator[int]:
 
 
 def _flip(address: int, bit: int) -> None:
-    """Flips a bit of memory, counted from an address."""
     byte = ctypes.c_ubyte.from_address(address + bit // 8)
     byte.value ^= 1 << bit % 8
 
 
 def inject(*faults: str | Fault) -> Faults:
-    """Faults to put into the drives of this process, as a context manager."""
     return Faults([Fault.parse(fault) if isinstance(fault, str) else fault for fault in faults])

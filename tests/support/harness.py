@@ -66,11 +66,9 @@ class Direction:
         self._turn = threading.Lock()
 
     def hold(self) -> None:
-        """From now on what begins does not go on."""
         self._gate.clear()
 
     def release(self) -> None:
-        """Lets go on what was held."""
         self._gate.set()
 
     def fail_with(self, make_error: Callable[[], BaseException]) -> None:
@@ -79,7 +77,6 @@ class Direction:
 
     @contextmanager
     def under_way(self, nbytes: int) -> Iterator[None]:
-        """Around one transfer, on the thread that does it."""
         with self._changed:
             self.started += 1
             self._changed.notify_all()
@@ -104,15 +101,12 @@ class Direction:
 
 
 class Drive:
-    """Commands for a store: each direction of it can be held back, slowed, made to fail, and is counted."""
-
     def __init__(self) -> None:
         self.reservations = Direction()
         self.writes = Direction()
         self.reads = Direction()
 
     def release(self) -> None:
-        """Lets go on everything that was held."""
         self.writes.release()
         self.reads.release()
 
@@ -185,7 +179,6 @@ def session_for(
     measure_memory: bool = False,
     **settings: Any,
 ) -> Session:
-    """Attaches ``model`` with the settings of :func:`config_for`; to a store, or one that obeys a drive."""
     config = config_for(**settings)
     if drive is not None:
         store = DrivenStore(drive, capacity=config.store.capacity)
@@ -196,13 +189,11 @@ def session_for(
 
 
 def made(path: Path) -> Path:
-    """A directory that exists, as stores want it."""
     path.mkdir()
     return path
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Polls a condition that another thread makes true."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, f"waited {PATIENCE:g} s in vain: {what}"
@@ -233,7 +224,6 @@ def quiesce(offloader: Offloader) -> None:
 
 
 def used_bytes(store: MultiStore) -> int:
-    """Bytes that extents occupy now, including padding."""
     return sum(place.extents.used for place in store._places)
 
 

@@ -67,8 +67,6 @@ class Aim:
 
 
 class Block(nn.Module):
-    """A block that saves several views of one storage."""
-
     def __init__(self, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -80,7 +78,6 @@ class Block(nn.Module):
 
 
 def forward_backward(model: nn.Module, session: Session | None) -> list[Tensor]:
-    """One step; the gradients."""
     model.zero_grad()
     x = torch.linspace(-1, 1, 64 * 32).view(64, 32)
     if session is None:
@@ -101,7 +98,6 @@ def linger() -> None:
 
 
 def trial(model: nn.Module, session: Session, at: int, expected: list[Tensor]) -> str | None:
-    """One interrupted step, and one that must be as if nothing had been; what was wrong."""
     arrived, aim = False, Aim(at)
     try:
         with aim:
@@ -134,7 +130,6 @@ def trial(model: nn.Module, session: Session, at: int, expected: list[Tensor]) -
 
 
 def steps(trials: int, chance: random.Random) -> bool:
-    """Whether something was wrong after an interrupted step."""
     drive = Drive()
     model = nn.Sequential(*(Block(i) for i in range(3)))
     expected = forward_backward(model, None)
@@ -200,7 +195,6 @@ def interrupted_update(found: Training, expected: Training, aim: Aim, store: Mul
 
 
 def values(training: Training) -> dict[str, Tensor]:
-    """Copies of all parameters and states, by names."""
     found = {name: parameter.detach().clone() for name, parameter in training.model.named_parameters()}
     for number, state in training.optimizer.state_dict()["state"].items():
         found.update({f"{key} of parameter {number}": value.clone() for key, value in state.items()})
@@ -214,14 +208,12 @@ def is_of_either(found: Tensor, before: Tensor, after: Tensor) -> bool:
 
 
 def updates(trials: int, chance: random.Random) -> bool:
-    """Whether something was wrong after an interrupted update."""
     with tempfile.TemporaryDirectory() as place:
         _, points = trial_of_update(Path(place), sys.maxsize)
         return is_wrong(trials, lambda: trial_of_update(Path(place), chance.randint(1, points))[0], points)
 
 
 def is_wrong(trials: int, one: Callable[[], str | None], points: int) -> bool:
-    """Run trials that interrupt at one of some points, and print what was wrong, a line each."""
     failures = [failure for _ in range(trials) if (failure := one()) is not None]
     sys.stdout.writelines(f"{failure}\n" for failure in failures)
     sys.stdout.write(f"{trials} trials at {points} points, {len(failures)} wrong\n")

@@ -169,7 +169,6 @@ def count(name: str) -> int:
 
 @contextmanager
 def late(*, operations: float = 0.0, copies: float = 0.0) -> Iterator[None]:
-    """Delays each operation, and each copy, by a number of seconds."""
     library.lag_by(int(operations * 1e6), int(copies * 1e6))
     try:
         yield
@@ -179,7 +178,6 @@ def late(*, operations: float = 0.0, copies: float = 0.0) -> Iterator[None]:
 
 @contextmanager
 def memory_of(nbytes: int) -> Iterator[None]:
-    """The device has no more memory than that."""
     library.lag_limit(max(nbytes, 1))  # 0 is no limit
     _Module.size, before = nbytes, _Module.size
     try:
@@ -203,7 +201,6 @@ def locked_memory_of(nbytes: int) -> Iterator[None]:
 
 
 def sleep(seconds: float) -> None:
-    """Gives the current stream nothing to do for so long."""
     library.lag_sleep(int(seconds * 1e6))
 
 
@@ -213,5 +210,4 @@ def fail() -> None:
 
 
 def heal() -> None:
-    """Has the device work again."""
     library.lag_heal()

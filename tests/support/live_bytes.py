@@ -91,7 +91,6 @@ class ResizedBytes(LiveBytes):
         self._is_watching = False
 
     def now(self) -> int:
-        """Bytes now."""
         alive = [storage for reference in self._storages.values() if (storage := reference()) is not None]
         return sum(storage.nbytes() for storage in alive)
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 
 class Kind(NamedTuple):
-    """An optimizer of Megatron, and in which formats its sharded checkpoints are."""
-
     dtype: torch.dtype
     distributed: bool
     formats: tuple[str | None, ...]
@@ -132,7 +130,6 @@ def make_optimizer(kind: Kind, chunk: nn.Module) -> Any:
 
 
 def offload(optimizer: Any, store: Path) -> Iterator[OptimizerStates]:
-    """As the integration does it."""
     import tba_offload as tba
     from tba_offload.megatron.optimizer import children_of, follow, masters_of
 
@@ -181,13 +178,11 @@ class Resident(TorchDispatchMode):
 
 
 def check_same(found: Run, expected: Run) -> None:
-    """Parameters of the model are alike, and masters are away."""
     assert_same_tensors(found.parameters, expected.parameters)
     assert sum(map(nbytes_of, found.masters())) == 0
 
 
 def check_same_values(found: Any, expected: Any, place: str = "") -> int:
-    """Whether what two checkpoints hold is alike; the number of tensors."""
     if isinstance(expected, torch.Tensor):
         assert type(found) in (torch.Tensor, type(expected)), (place, type(found))
         assert same_bits(found.detach().cpu(), expected.detach().cpu()), place
@@ -249,7 +244,6 @@ def load(run: Run, place: Path) -> None:
 
 
 def train(kind: Kind, store: Path, _: Path) -> dict[str, Any]:
-    """Several steps; with a gradient scaler the gradients of the third are infinite."""
     has_scaler = kind.dtype == torch.float16
     figures: dict[str, Any] = {"grown": []}
     with ResizedBytes() as meter:
@@ -308,7 +302,6 @@ def checkpoints(kind: Kind, store: Path, place: Path) -> dict[str, Any]:
 
 
 def compare(away: Run, plain: Run, *, steps: int) -> None:
-    """Masters, states and parameters, now and after some steps."""
     for seed in range(10, 10 + steps):
         assert away.step(seed) == plain.step(seed)
         check_same(away, plain)
@@ -333,7 +326,6 @@ def reload(kind: Kind, store: Path, _: Path) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> None:
-    """Prints what was found."""
     from tba_lab.megatron_cpu import single_process
     from tba_lab.megatron_cpu_scripts import install_for_scripts
 

@@ -96,17 +96,14 @@ class Layout:
 
     @property
     def pipeline(self) -> int:
-        """Pipeline stages."""
         return len(self.stages)
 
     @property
     def ranks(self) -> int:
-        """Processes."""
         return self.tensor * self.data * self.pipeline
 
     @property
     def has_experts(self) -> bool:
-        """Whether tokens are routed."""
         return self.model.endswith("moe")
 
     @property
@@ -131,17 +128,14 @@ class Job:
     at_odds: tuple[str, ...] = ()  # variants in which each rank decides otherwise than the one before
 
     def save(self) -> Path:
-        """Writes the job where the ranks read it."""
         path = Path(self.directory) / "job"
         path.write_bytes(pickle.dumps(self))
         return path
 
     def results(self, variant: str, rank: int) -> Path:
-        """The file of :class:`History` of a rank."""
         return Path(self.directory) / f"{variant}.{rank}.pt"
 
     def output(self, rank: int) -> Path:
-        """The file of what a rank says."""
         return Path(self.directory) / f"rank{rank}.txt"
 
 
@@ -167,7 +161,6 @@ class History:
 
 
 def main() -> None:
-    """Prints the exit statuses of the ranks."""
     from tba_lab.megatron_cpu_scripts import install_for_scripts
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -181,7 +174,6 @@ def main() -> None:
 
 
 def run_ranks(job: Job) -> list[int | None]:
-    """Forks the ranks and waits; one that fails, or is too slow, ends all."""
     fork = multiprocessing.get_context("fork")
     ranks = [fork.Process(target=run_rank, args=(job, rank)) for rank in range(job.layout.ranks)]
     for process in ranks:
@@ -199,7 +191,6 @@ def run_ranks(job: Job) -> list[int | None]:
 
 
 def run_rank(job: Job, rank: int) -> None:
-    """Trains under every variant of a job."""
     with job.output(rank).open("wb") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
@@ -224,7 +215,6 @@ def run_rank(job: Job, rank: int) -> None:
 
 
 def initialize_parallelism(layout: Layout) -> None:
-    """The groups of Megatron."""
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
@@ -240,7 +230,6 @@ def initialize_parallelism(layout: Layout) -> None:
 
 
 def train(layout: Layout, flags: list[str] | None, steps: int = STEPS, *, at_odds: bool = False) -> History:
-    """Trains a new model, attached as the flags say."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -284,7 +273,6 @@ def train(layout: Layout, flags: list[str] | None, steps: int = STEPS, *, at_odd
 
 
 def evaluate(history: History, chunks: list[nn.Module], run: Callable[..., Any]) -> None:
-    """One pass without backward."""
     for chunk in chunks:
         chunk.eval()
     with torch.no_grad():
@@ -307,7 +295,6 @@ def seed() -> None:
 
 
 def count_micro_batches(layout: Layout) -> None:
-    """Starts Megatron's own count of them."""
     from megatron.core import num_microbatches_calculator as calculator
 
     known = inspect.signature(calculator.init_num_microbatches_calculator).parameters
@@ -324,12 +311,10 @@ def count_micro_batches(layout: Layout) -> None:
 
 
 def numbers_of(reported: dict[str, Tensor]) -> list[str]:
-    """What the loss function reported for one micro-batch, to the last bit."""
     return [number.hex() for value in reported.values() for number in value.double().flatten().tolist()]
 
 
 def note_placements(history: History) -> None:
-    """What the session, if there is one, is going to do."""
     from tba_offload.megatron import training
 
     session = training._session
@@ -389,7 +374,6 @@ def router_losses() -> dict[str, Tensor]:
 def attach(
     layout: Layout, flags: list[str], chunks: list[nn.Module], schedule: Callable[..., Any]
 ) -> tuple[Callable[..., Any], Callable[[], None]]:
-    """The stepping schedule, and what ends it all."""
     from tba_offload.megatron import training
     from tba_offload.megatron.arguments import add_arguments
 
@@ -410,7 +394,6 @@ def attach(
 
 
 def watch_planner(history: History, *, at_odds: bool) -> None:
-    """Notes what the planner of the session proposes to the other ranks."""
     from tba_offload.megatron import training
 
     session = training._session
@@ -471,7 +454,6 @@ def pretend_training_loop(arguments: argparse.Namespace) -> None:
 
 
 def make_config(layout: Layout) -> Any:
-    """The ``TransformerConfig``, as the training scripts make it from their flags."""
     from megatron.core.transformer import TransformerConfig
 
     dtype = torch.bfloat16 if layout.bf16 else torch.float32
@@ -540,7 +522,6 @@ _STYLES: dict[str, dict[str, Any]] = {
 
 
 def make_chunks(layout: Layout, config: Any) -> list[nn.Module]:
-    """The wrapped chunks of this rank."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
@@ -662,13 +643,11 @@ def make_optimizer(layout: Layout, config: Any, chunks: list[nn.Module]) -> Any:
 
 
 def make_data(layout: Layout, iteration: int) -> Any:
-    """The iterators of the chunks, which all see the same texts."""
     iterators = [batches(layout, iteration) for _ in range(layout.chunks)]
     return iterators if len(iterators) > 1 else iterators[0]
 
 
 def batches(layout: Layout, iteration: int) -> Iterator[dict[str, Tensor]]:
-    """Micro-batches of this iteration and data-parallel rank: text, padding at its end, what counts."""
     from megatron.core import parallel_state
 
     generator = torch.Generator().manual_seed(iteration * 100 + parallel_state.get_data_parallel_rank())
@@ -686,7 +665,6 @@ def batches(layout: Layout, iteration: int) -> Iterator[dict[str, Tensor]]:
 
 
 def forward_step(kind: str, data: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Any, Any]:
-    """What the schedule calls for each micro-batch: the output, and how its loss is computed."""
     batch = next(data)
     if kind == "bert":
         types_ = (batch["positions"] >= SEQUENCE // 2).long()
@@ -715,7 +693,6 @@ def causal() -> Tensor:
 
 
 def token_loss(batch: dict[str, Tensor], output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """A sum, and over how many tokens: the schedule divides."""
     weights = batch["real"].flatten().float()
     loss = (output.flatten().float() * weights).sum()
     count = weights.sum().to(torch.int)
@@ -725,7 +702,6 @@ def token_loss(batch: dict[str, Tensor], output: Tensor) -> tuple[Tensor, Tensor
 def sentence_loss(
     batch: dict[str, Tensor], output: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A mean, with that of the order of sentences."""
     losses, order = output
     weights = batch["real"].flatten().float()
     words = (losses.flatten().float() * weights).sum() / weights.sum()

@@ -91,8 +91,6 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Model(nn.Module):
-    """Embedding, blocks, head."""
-
     def __init__(self, kind: str, *, layers: int = 4, dropout: float = 0.0) -> None:
         super().__init__()
         block: Callable[[float], nn.Module] = {"gpt": GptBlock, "llama": LlamaBlock, "encoder": EncoderBlock}[
@@ -167,7 +165,6 @@ def train(
     loss: Callable[[nn.Module, int], Tensor] = numbered_loss,
     seed: Callable[[int], object] = torch.manual_seed,
 ) -> History:
-    """A few steps of Adam; ``session.step()`` around forward and backward if there is a session."""
     history = History()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     seed(7)
@@ -197,7 +194,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def assert_same_tensors(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
-    """Some tensors, each equal to the last bit to that of the same number."""
     pairs = list(zip(found, expected, strict=True))
     assert pairs
     different = [index for index, (a, b) in enumerate(pairs) if not same_bits(a.detach(), b.detach())]

@@ -93,7 +93,6 @@ class Observer:
 
 
 def loop_of_readme(policy: str) -> str:
-    """The first block of Python of the README's section on how to use it."""
     readme = (ROOT / "README.md").read_text()
     section = readme.partition("\n## Use it\n")[2]
     found = re.search(r"```python\n(.*?)```", section, re.DOTALL)

@@ -64,8 +64,6 @@ class Network(nn.Module):
 
 @dataclass
 class Training:
-    """A model and its optimizer."""
-
     make: Make
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
@@ -104,7 +102,6 @@ class Given(Training):
         self.optimizer.step()
 
     def gradients(self, seed: int) -> None:
-        """Gives gradients to all parameters that are trained but one."""
         torch.manual_seed(seed)
         for each in self.model.parameters():
             gradient = torch.empty_like(each.detach())  # in memory like the parameter, as autograd has it
@@ -112,7 +109,6 @@ class Given(Training):
             each.grad = gradient if each.requires_grad and each is not self.model.unused else None
 
     def parameter(self, name: str) -> Tensor:
-        """A parameter on the CPU."""
         return dict(self.model.named_parameters())[name].detach().cpu()
 
 
@@ -144,7 +140,6 @@ class Mixed(Given):
 def pair(
     make: Make | str, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> tuple[Training, Training]:
-    """Two trainings that are alike."""
     made = MAKERS[make] if isinstance(make, str) else make
     return Training(made, dtype, device), Training(made, dtype, device)
 
@@ -152,7 +147,6 @@ def pair(
 def train(
     found: Training, expected: Training, *seeds: int, before: Callable[[Training, int], object] | None = None
 ) -> None:
-    """Give two trainings the same updates, before each of which something may happen to both."""
     for seed in seeds:
         for training in (found, expected):
             if before is not None:
@@ -168,21 +162,18 @@ def policy(
     store: dict[str, Any] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """States in small sub-groups in a file, or in host memory."""
     place = {"kind": kind, "directories": [str(directory)] if kind == "file" else []}
     settings["states"] = {"sub_group_bytes": SUB_GROUP} | (states or {})
     return {"store": place | (store or {}), **settings}
 
 
 def assert_same(found: Training, expected: Training) -> None:
-    """Parameters, states and settings are alike to the last bit."""
     pairs = zip(found.model.named_parameters(), expected.model.parameters(), strict=True)
     assert [name for (name, a), b in pairs if not same_bits(a.detach(), b.detach())] == []
     assert_same_state_dicts(found.optimizer.state_dict(), expected.optimizer.state_dict())
 
 
 def assert_same_state_dicts(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Tensors by their bits, all else by its value."""
     assert found["param_groups"] == expected["param_groups"]
     assert found["state"].keys() == expected["state"].keys()
     for number, entry in expected["state"].items():
@@ -206,7 +197,6 @@ def copied(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def go_on_from(found: Given, expected: Given) -> None:
-    """Has the second training, on a CPU, go on from where the first is."""
     for name, each in expected.model.named_parameters():
         each.data.copy_(found.parameter(name))
     states = copied(found.optimizer.state_dict())["state"]

@@ -56,7 +56,6 @@ OFFLOADING = ("-m", "tba_offload.megatron.launch", "--cpu")
 
 
 def has_training() -> bool:
-    """Whether this environment has Megatron's training loop."""
     try:
         return importlib.util.find_spec("megatron.training") is not None
     except ModuleNotFoundError:
@@ -76,18 +75,14 @@ slow = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Figures:
-    """What one rank computed: see ``pretrain_tiny.py``."""
-
     losses: list[tuple[str, int, str]]
     parameters: dict[str, str]
 
     def of(self, kind: str) -> list[tuple[int, str]]:
-        """Iteration and loss of the micro-batches of ``train`` or ``valid``."""
         return [(iteration, loss) for name, iteration, loss in self.losses if name == kind]
 
 
 def figures(directory: Path) -> list[Figures]:
-    """Those of all ranks."""
     found: list[Any] = [json.loads(path.read_text()) for path in sorted(directory.glob("rank*.json"))]
     return [Figures([tuple(loss) for loss in each["losses"]], each["parameters"]) for each in found]
 
@@ -127,14 +122,12 @@ def fork(python: Warm, command: Sequence[str], ranks: int) -> tuple[int, str]:
 
 
 def run(how: Sequence[str], *flags: str) -> tuple[int, str]:
-    """Starts the script as one rank, and waits for it; as :func:`fork`."""
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return finish([sys.executable, *how, str(SCRIPT), *flags], variables | here)
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

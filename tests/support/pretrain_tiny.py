@@ -67,7 +67,6 @@ def forward_step(data: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[T
 
 
 def loss_of(mask: Tensor, losses: Tensor, *, training: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The sum over the tokens, how many there are, and what Megatron reports."""
     mask = mask.view(-1).float()
     loss = torch.sum(losses.view(-1).float() * mask)
     tokens = mask.sum().int()

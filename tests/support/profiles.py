@@ -66,7 +66,6 @@ profiles = st.builds(
 def rebuilding(
     profile: StepProfile, which: Sequence[bool] = (False, True, False), *, seconds: float | None = None
 ) -> StepProfile:
-    """The same step, but it is known which activations are rebuilt, and perhaps how long that takes."""
     (kind,), (timing,) = profile.kinds, profile.timings
     flags = [which[number % len(which)] for number in range(len(kind.activations))]
     activations = [saved._replace(rebuilt=flag) for saved, flag in zip(kind.activations, flags, strict=True)]

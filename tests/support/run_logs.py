@@ -17,7 +17,6 @@ HELD = dict.fromkeys(("in_flight", "settled", "small", "kept", "inputs", "output
 def peak(
     mib: int, *, layer: int = 0, beside: int = 0, gradients: int = 0, frozen: int = 0, **held: int
 ) -> dict[str, Any]:
-    """The peak of a phase, in MiB."""
     return {
         "nbytes": mib * MIB,
         "layer": layer,
@@ -29,7 +28,6 @@ def peak(
 
 
 def memory_event(step: int, names: list[str], **phases: dict[str, Any]) -> dict[str, Any]:
-    """What a step has shown that was looked at."""
     static = {"parameters": 10 * MIB, "gradients": 0, "states": 0}
     return {
         "step": step,
@@ -47,7 +45,6 @@ def write_run(
     header: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Path:
-    """A log of some steps, all alike, and of the ``memory`` events among them."""
     record: dict[str, Any] = {
         "seconds": 0.5,
         "activation_peak_bytes": 100 * MIB,
@@ -68,7 +65,6 @@ def write_run(
 
 
 def logged(path: Path, *events: dict[str, Any], **header: Any) -> Path:
-    """A run of three steps whose log has more events at its end."""
     write_run(path, steps=3, header=header, tokens=1000)
     with path.open("a") as file:
         file.write("".join(json.dumps(each) + "\n" for each in events))

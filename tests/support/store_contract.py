@@ -44,25 +44,20 @@ class Gate:
         """Released each time that a thread comes to the gate."""
 
     def synchronize(self) -> None:
-        """Blocks until the gate is open."""
         self.reached.release()
         assert self._open.wait(PATIENCE)
 
     def wait(self, stream: Any = None) -> None:
-        """Not for I/O threads."""
         raise AssertionError("I/O threads wait for events, not streams")
 
     def query(self) -> bool:
-        """Whether the gate is open."""
         return self._open.is_set()
 
     def open(self) -> None:
-        """Lets everything pass."""
         self._open.set()
 
 
 def pattern(nbytes: int, seed: int = 0) -> torch.Tensor:
-    """``nbytes`` random bytes, the same for the same seed."""
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
@@ -74,21 +69,18 @@ def at_lead(nbytes: int, lead: int, alignment: int) -> torch.Tensor:
 
 
 def write(store: MultiStore, data: torch.Tensor, after: Event | None = None, **more: Any) -> Transfer:
-    """Begin to write a tensor of bytes."""
     transfer = Transfer(ByteRange.of(data), after or READY, **more)
     store.write([transfer])
     return transfer
 
 
 def read(store: MultiStore, extent: Extent, target: torch.Tensor) -> Transfer:
-    """Begin to read an extent."""
     transfer = Transfer(ByteRange.of(target), READY, extent=extent)
     store.read([transfer])
     return transfer
 
 
 def put(store: MultiStore, data: torch.Tensor) -> Extent:
-    """Write a tensor of bytes to a new extent and wait until it is written."""
     transfer = write(store, data)
     store.wait(transfer)
     assert transfer.extent is not None
@@ -96,19 +88,16 @@ def put(store: MultiStore, data: torch.Tensor) -> Extent:
 
 
 def get(store: MultiStore, extent: Extent) -> torch.Tensor:
-    """Read an extent into new memory and wait until it is read."""
     target = at_lead(extent.nbytes, extent.lead, store.alignment)
     store.wait(read(store, extent, target))
     return target
 
 
 def io_threads() -> list[str]:
-    """Names of the threads of stores that run now."""
     return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("tba-"))
 
 
 def descriptors() -> set[str]:
-    """File descriptors of this process that are open now."""
     return {path.name for path in Path("/proc/self/fd").iterdir()}
 
 

@@ -25,7 +25,6 @@ INSTALL = f"pip install --no-deps --target {PACKAGES} -r {SOURCES / 'requirement
 
 
 def build(folder: Path) -> None:
-    """Compiles both libraries into a folder."""
     for name in ("libcuda.so.1", "libcufile.so.0"):
         source = SOURCES / f"{name.partition('.')[0]}.c"
         flags = ["-std=gnu11", "-Wall", "-Werror", "-O1", "-shared", "-fPIC", f"-Wl,-soname,{name}"]
@@ -33,7 +32,6 @@ def build(folder: Path) -> None:
 
 
 def variables(folder: Path) -> dict[str, str]:
-    """The environment of a process that gets the real kvikio on the libraries of a folder."""
     found = environment()
     paths = [found["PYTHONPATH"], str(PACKAGES)]
     # cuFile's stub needs no /run/udev, without which kvikio does not ask it.
@@ -66,24 +64,20 @@ def libcufile() -> ctypes.CDLL:
 
 
 def count(name: str) -> int:
-    """How often something has happened since :func:`start_counting`, by ``libcuda.c``."""
     found = int(libcuda().stub_count(name.encode()))
     assert found >= 0, name
     return found
 
 
 def told(name: str) -> int:
-    """A value of ``libcufile.c``."""
     return int(libcufile().stub_get(name.encode()))
 
 
 def tell(name: str, value: int) -> None:
-    """Sets a value of ``libcufile.c``."""
     libcufile().stub_set(name.encode(), value)
 
 
 def start_counting() -> None:
-    """From here on all counts are from 0."""
     libcuda().stub_reset()
     tell("transfers", 0)
 

@@ -117,8 +117,6 @@ def test_what_an_operation_fills_after_it_has_saved_it(name: str, placement: str
 
 
 class Squaring(torch.autograd.Function):
-    """Saves its input and leaves it as it is."""
-
     @staticmethod
     def forward(ctx: Any, h: Tensor) -> Tensor:
         ctx.save_for_backward(h)
@@ -184,8 +182,6 @@ def test_backward_that_changes_what_was_saved_is_noticed(name: str, step: int, s
 
 
 class Both(torch.autograd.Function):
-    """Saves its input twice, changes one and uses the other."""
-
     @staticmethod
     def forward(ctx: Any, h: Tensor) -> Tensor:
         ctx.save_for_backward(h, h)
@@ -199,8 +195,6 @@ class Both(torch.autograd.Function):
 
 
 class Exponential(torch.autograd.Function):
-    """Saves its output, and its backward makes the gradient of that."""
-
     @staticmethod
     def forward(ctx: Any, h: Tensor) -> Tensor:
         made = torch.exp(h * 0.1)

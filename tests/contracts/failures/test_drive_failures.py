@@ -29,7 +29,6 @@ def undisturbed() -> History:
 
 
 def train_with(directory: Path, *faults: str) -> tuple[History, list[StepRecord], list[str]]:
-    """Trains over one file; the history, the records, and what was told of drives."""
     model = make_model(layers=3)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -39,8 +39,6 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks and a head, whose loss it computes in some chunks of tokens."""
-
     def __init__(
         self, width: int = WIDTH, vocabulary: int = 8, layers: int = LAYERS, chunks: int = 1
     ) -> None:
@@ -72,8 +70,6 @@ class Noting(Block):
 
 
 class Collecting(Model):
-    """Collects what its layers return until its forward ends."""
-
     def __init__(self, *, collects: bool) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Noting(WIDTH, 4 * WIDTH) for _ in range(LAYERS))
@@ -89,8 +85,6 @@ class Collecting(Model):
 
 
 class Extra(Model):
-    """Puts out more than its loss."""
-
     def forward(self, x: Tensor) -> Any:
         return {"loss": super().forward(x), "hidden": torch.zeros(16, MIB)}
 
@@ -152,7 +146,6 @@ def trained(
     layers: int | None = None,
     **policy: Any,
 ) -> Diagnosis:
-    """Train a model some steps; the log and the session explain it alike."""
     settings = {
         "default": "offload",
         "budget": {"in_flight_bytes": "2MiB"},

@@ -55,7 +55,6 @@ def run(observed: Warm, kind: str, policy: str, directory: Path, *, steps: int) 
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """Run processes that never rest."""
     forever = [sys.executable, "-S", "-c", "while True: pass"]
     processes = [subprocess.Popen(forever) for _ in range(count)]
     try:

@@ -54,7 +54,6 @@ def uncollected() -> Iterator[list[object]]:
 
 
 def names_of_ours(objects: list[object]) -> Counter[str]:
-    """Classes and functions of the package among objects, and tensors."""
     kinds = (f"{thing.__module__}.{thing.__qualname__}" for thing in map(type, objects))
     return Counter(kind for kind in kinds if kind.startswith(("tba_offload.", "torch.Tensor")))
 

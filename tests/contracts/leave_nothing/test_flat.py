@@ -49,14 +49,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:Deprecati
 
 
 def open_files() -> dict[str, str]:
-    """Descriptors of this process, and what they are open on."""
     links = {link.name: link for link in Path("/proc/self/fd").iterdir()}
     return {name: str(link.readlink()) for name, link in links.items() if link.is_symlink()}
 
 
 class Footprint(NamedTuple):
-    """What the operating system, the allocator and the interpreter say about this process and a session."""
-
     descriptors: int
     threads: int
     live_bytes: int
@@ -90,7 +87,6 @@ def own_objects() -> Counter[str]:
 
 
 def most_grown(before: Counter[str], after: Counter[str], *, but: Collection[str] = ()) -> int:
-    """By how many the objects of one class, of all but some, have become more."""
     return max((count for name, count in (after - before).items() if name not in but), default=0)
 
 
@@ -108,7 +104,6 @@ class Small(nn.Module):
 
 
 def short_steps(model: nn.Module, session: Session, steps: int) -> None:
-    """Lengths change, every tenth step fails, every seventh has two micro-batches."""
     for number in range(steps):
         try:
             with session.step():
@@ -145,7 +140,6 @@ LONG = 40
 
 
 def all_objects() -> Counter[str]:
-    """How many objects of each class the collector knows, those of PyTorch and of Python among them."""
     gc.collect()
     return Counter(f"{type(thing).__module__}.{type(thing).__qualname__}" for thing in gc.get_objects())
 
@@ -198,7 +192,6 @@ def test_a_closed_session_leaves_no_thread_and_no_descriptor(tmp_path: Path) -> 
 
 
 def start(script: str, directory: Path) -> subprocess.Popen[str]:
-    """Runs a script with a trained model ``model``, and a session over a file in ``directory``."""
     prelude = """
         import sys, torch, warnings
         from harness import quiesce, session_for, used_bytes
@@ -252,7 +245,6 @@ def test_the_interpreter_exits_cleanly_with_io_pending(tmp_path: Path) -> None:
 
 
 def in_child(work: Callable[[], Any]) -> Any:
-    """Forks, does the work in the child, and gives back what it returned."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -283,7 +275,6 @@ def do_and_exit(work: Callable[[], Any], writer: int) -> NoReturn:
 
 
 def files_in(directory: Path) -> list[str]:
-    """Open files, deleted ones among them, that lie in a directory."""
     return [target for target in open_files().values() if target.startswith(os.fspath(directory))]
 
 
@@ -295,7 +286,6 @@ def model() -> Model:
 def step_with_fork(
     model: Model, session: Session | None, work: Callable[[], object]
 ) -> tuple[list[Tensor], object]:
-    """A step in the middle of which a child is forked; the gradients, and what the child returned."""
     loss = loss_of(model, make_tokens(0))
     if session is not None:
         quiesce(session.offloader)

@@ -52,7 +52,6 @@ def make_stage(layer: Callable[[], nn.Module] = Block) -> nn.Sequential:
 
 
 def play(stage: nn.Module, order: str) -> list[Tensor]:
-    """Passes in an order; returns the gradients of the inputs."""
     inputs: dict[str, Tensor] = {}
     losses: dict[str, Tensor] = {}
     split: dict[str, Any] = {}

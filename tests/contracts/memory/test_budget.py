@@ -36,7 +36,6 @@ does at the least, where no plan fits."""
 
 @pytest.fixture(autouse=True)
 def peaks_are_exact() -> Iterator[None]:
-    """Plans and tests know each peak to the byte, as on an accelerator."""
     with exact_memory():
         yield
 
@@ -71,7 +70,6 @@ def run(
     capacity: int | None = None,
     **budget: int,
 ) -> Run:
-    """Trains in steps of these numbers, with the allocator's activation peak of each."""
     config = OffloadConfig(
         default=default,
         budget=BudgetConfig(**budget),

@@ -51,18 +51,15 @@ class Run(NamedTuple):
 
     @property
     def peaks(self) -> list[int]:
-        """Most live bytes of each step."""
         found = [record.device_peak_bytes for record in self.records]
         assert None not in found
         return [peak for peak in found if peak is not None]
 
     def share(self, of_all: float) -> int:
-        """Return a budget for a share of the bytes that this run took at its peak."""
         return self.others + int(of_all * (max(self.peaks) - self.others))
 
     @property
     def travelling(self) -> int:
-        """How many sub-groups travelled in the last update."""
         return self.updates[-1].sub_groups - self.updates[-1].staying
 
 
@@ -128,7 +125,6 @@ def assert_same_weights(found: Run, expected: Run) -> None:
 
 
 def assert_below(found: Run, budget: int) -> None:
-    """Every step from the third one on keeps to the budget."""
     assert max(found.peaks[2:]) <= budget, (budget, found.peaks)
 
 

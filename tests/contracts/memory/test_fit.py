@@ -63,8 +63,6 @@ def quiet_and_exact() -> Iterator[None]:
 
 
 class Run(NamedTuple):
-    """What came of a run."""
-
     losses: list[Tensor]
     weights: list[Tensor]
     records: list[StepRecord]

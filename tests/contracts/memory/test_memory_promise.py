@@ -39,8 +39,6 @@ SLOW = 400e6
 
 
 class Chain(nn.Module):
-    """A layer that saves sixteen activations of the same size."""
-
     def __init__(self, function: Callable[[Tensor], Tensor] = torch.tanh) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -92,7 +90,6 @@ def accumulate(stack: Net, order: str) -> None:
 
 
 def peak_of(stack: Net, session: Session | None, order: str = "FB") -> int:
-    """The most live bytes in one step."""
     with LiveBytes() as bytes_, session.step() if session is not None else nullcontext():
         accumulate(stack, order)
     return bytes_.peak

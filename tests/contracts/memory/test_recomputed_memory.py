@@ -93,7 +93,6 @@ INPUT = TOKENS.numel() * 128 * 4
 
 
 def peak_of_step(model: Any) -> int:
-    """The largest number of live bytes in a forward and backward."""
     before = torch.cpu.memory_allocated(None)  # type: ignore[attr-defined]
     torch.cpu.reset_peak_memory_stats(None)  # type: ignore[attr-defined]
     forward(model).sum().backward()

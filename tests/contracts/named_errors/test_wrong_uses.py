@@ -46,7 +46,6 @@ def model() -> Model:
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with a policy in it."""
     (tmp_path / "policy.yaml").write_text("default: keep\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -108,8 +107,6 @@ def test_wrong_policies(given: Any, answer: str, model: Model) -> None:
 
 
 class Odd(nn.Module):
-    """A model whose blocks are in no list."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Linear(4, 4)
@@ -239,7 +236,6 @@ def test_wrong_uses_of_a_session(use: Callable[[tba.Session], object], answer: s
 
 
 def told(model: nn.Module, config: Any, loop: Callable[[], object], **arguments: Any) -> list[str]:
-    """The warnings about a loop that is run three times."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", tba.NoEffectWarning)
         warnings.simplefilter("ignore", tba.errors.NothingSavedWarning)

@@ -82,7 +82,6 @@ def plain_history(kind: str = "gpt", dtype: torch.dtype = torch.float32) -> Hist
 
 
 def wide_layers() -> nn.Sequential:
-    """Layers that save two activations of ``ONE`` bytes each."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(8))).to(LAG)
 
@@ -458,8 +457,6 @@ def test_a_graph_that_is_captured_is_noticed(placement: str, monkeypatch: pytest
 
 
 class Capturing(nn.Module):
-    """A layer that captures a graph inside of its forward, or of its backward."""
-
     def __init__(self, where: str) -> None:
         super().__init__()
         self.layer, self.where = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8))), where
@@ -578,8 +575,6 @@ def test_the_run_log_has_the_loss_and_the_time_of_the_device(way: str, tmp_path:
 
 
 class Given:
-    """The event of all work that the device was given."""
-
     def synchronize(self) -> None:
         torch.accelerator.synchronize()
 
@@ -591,8 +586,6 @@ class Given:
 
 
 class OnLagging(StoreContract):
-    """The bytes lie on the device."""
-
     @pytest.fixture(autouse=True)
     def bytes_lie_on_the_device(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         on_host = store_contract.pattern

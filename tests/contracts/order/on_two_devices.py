@@ -27,8 +27,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::tba_offload.errors.NoEffectWarn
 
 
 class Block(nn.Module):
-    """A base, which may be frozen, and beside it what is trained in any case."""
-
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.base, self.side = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
@@ -39,8 +37,6 @@ class Block(nn.Module):
 
 
 class Spread(nn.Module):
-    """The first half of its layers lies on one device, the second on another."""
-
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Block(dropout) for _ in range(LAYERS))
@@ -89,7 +85,6 @@ def seeded(make: Callable[[], nn.Module], *, frozen: bool = False) -> nn.Module:
 
 
 def train(model: nn.Module, session: tba.Session | None = None) -> list[float]:
-    """The losses of some steps."""
     torch.manual_seed(1)
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=1e-2, foreach=False)

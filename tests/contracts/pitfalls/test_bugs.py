@@ -190,8 +190,6 @@ class Marked(Tensor):
 
 
 class Carry(torch.autograd.Function):
-    """Saves a tensor of any kind and looks at it in backward."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, carried: Tensor, look: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.save_for_backward(carried)
@@ -489,8 +487,6 @@ def test_08_backward_in_one_thread_while_another_runs_forward() -> None:
 
 
 class Exposed(nn.Module):
-    """A layer that lets the test touch a tensor that it saved."""
-
     saved: Tensor
 
     def __init__(self) -> None:
@@ -759,8 +755,6 @@ def checkpoint_inside(h: Tensor, *, use_reentrant: bool) -> Tensor:
 
 
 class Square(torch.autograd.Function):
-    """Keeps a tensor on its context."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.x = x.detach()

@@ -82,7 +82,6 @@ def layers_of(attend: Attend, dtype: torch.dtype = torch.float32) -> nn.Sequenti
 
 
 def step(model: nn.Sequential, number: int = 0, *, times: int = 1) -> list[Tensor]:
-    """What one step gives: the loss, the gradients, and what is drawn next."""
     torch.manual_seed(number)
     x = torch.randn(BATCH, LENGTH, WIDTH, dtype=next(model.parameters()).dtype)
     loss = model(x).float().square().mean()

@@ -61,8 +61,6 @@ def assert_no_hooks() -> None:
 
 
 class DecoderLayer(nn.Module):
-    """Takes tensors by position and by name, alone and in tuples, with and without a gradient."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -196,7 +194,6 @@ def through(layers: list[nn.Module], x: Tensor) -> Tensor:
 
 
 def in_checkpoints(net: Net, number: int, *, size: int, use_reentrant: bool) -> list[Tensor]:
-    """Each checkpoint runs some layers, and operations between them."""
     x, layers = make_input(number), list(net.layers)
     y = x * 1
     for at in range(0, len(layers), size):
@@ -225,7 +222,6 @@ def test_layers_in_checkpoints_of_the_program_are_left_alone(
 
 
 def wrapped(block: Callable[[], nn.Module], *, is_reentrant: bool) -> nn.Module:
-    """A block that PyTorch checkpoints."""
     kind = CheckpointImpl.REENTRANT if is_reentrant else CheckpointImpl.NO_REENTRANT
     return checkpoint_wrapper(block(), kind)
 
@@ -247,8 +243,6 @@ def test_wrappers_that_checkpoint_are_taken_over(is_reentrant: bool) -> None:
 
 
 class Fragile(Block):
-    """Fails on demand, in its forward or when it is recomputed."""
-
     failing: type[BaseException] | None = None
     in_backward = False
 

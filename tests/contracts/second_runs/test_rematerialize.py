@@ -58,7 +58,6 @@ def mixing(mix: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
 
 
 def made_again(records: list[StepRecord]) -> list[int]:
-    """Bytes that all layers had made again, step by step."""
     return [record.rebuilt_bytes for record in records]
 
 
@@ -141,8 +140,6 @@ def test_what_is_offloaded_plainly(name: str) -> None:
 
 
 class Watched(Block):
-    """Notes the storages of what its function takes and puts out."""
-
     seen: ClassVar[list[weakref.ref[torch.UntypedStorage]]] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -207,8 +204,6 @@ def test_other_bytes_are_an_error_before_the_update() -> None:
 
 
 class Taking(Normed):
-    """Hands out what its norm takes and puts out."""
-
     taken: ClassVar[dict[str, Tensor]] = {}
 
     def forward(self, x: Tensor) -> Tensor:

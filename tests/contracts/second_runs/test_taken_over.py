@@ -39,8 +39,6 @@ class Counted(Block):
 
 
 class Noisy(Counted):
-    """It draws from a generator of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.source = torch.Generator().manual_seed(1)
@@ -50,8 +48,6 @@ class Noisy(Counted):
 
 
 class Listing(Counted):
-    """It appends to a list, and computes with what is in it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[float] = []
@@ -62,8 +58,6 @@ class Listing(Counted):
 
 
 class Summing(Counted):
-    """It adds to a tensor that its first run has made."""
-
     def forward(self, x: Tensor) -> Tensor:
         if not hasattr(self, "total"):
             self.total = torch.zeros(x.shape)
@@ -72,8 +66,6 @@ class Summing(Counted):
 
 
 class Worldly(Counted):
-    """It computes with a global that each run changes."""
-
     number = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,8 +74,6 @@ class Worldly(Counted):
 
 
 class Nested(Counted):
-    """It saves nested tensors."""
-
     def forward(self, x: Tensor) -> Tensor:
         rows = torch.nested.as_nested_tensor(list(x.unbind()), layout=torch.jagged).tanh()
         return super().forward(torch.nested.to_padded_tensor(rows * rows, 0.0))
@@ -121,7 +111,6 @@ def checkpointed(block: Callable[[], nn.Module], kind: CheckpointImpl) -> nn.Mod
 
 
 def trained(block: Callable[[], nn.Module], session: bool, steps: int = 3) -> list[list[Tensor]]:
-    """Figures of some steps, and how often layers ran."""
     Counted.runs.clear()
     Worldly.number = 0
     net = make_net(block)
@@ -172,7 +161,6 @@ def by_hand(net: Net) -> Iterator[Session]:
 
 
 def figures(net: Net, layers: list[nn.Module] | None = None) -> list[Tensor]:
-    """The bits of a forward and backward of the layers, and how often each way they ran."""
     Counted.runs.clear()
     torch.manual_seed(0)
     x = make_input()
@@ -207,7 +195,6 @@ def in_copies(net: Net) -> list[Tensor]:
 
 
 def in_a_child(net: Net) -> list[Tensor]:
-    """In a forked child, whose figures come back through a pipe."""
     receiver, sender = os.pipe()
     with session_for(net, layers=list(net.layers)):
         child = os.fork()

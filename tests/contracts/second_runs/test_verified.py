@@ -42,8 +42,6 @@ ONLY_RECOMPUTE = [Placement.RECOMPUTE, Placement.AUTO]
 
 
 class Plain(nn.Module):
-    """A layer that can be repeated; the others change one thing of it."""
-
     make_inner: Callable[[], nn.Module] = nn.Identity
 
     def __init__(self) -> None:
@@ -59,13 +57,10 @@ class Plain(nn.Module):
 
 
 def layer_of(noise: Any = Plain.noise, *, inner: Callable[[], nn.Module] = nn.Identity) -> type[Plain]:
-    """Return a class of layers that do something else in their middle."""
     return type("Layer", (Plain,), {"noise": noise, "make_inner": staticmethod(inner)})
 
 
 class Net(nn.Module):
-    """Calls its layers one after the other; those that remember are given a memory."""
-
     def __init__(self, kind: type[Plain]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(kind() for _ in range(LAYERS))
@@ -123,7 +118,6 @@ def auto_session(net: Net) -> Session:
 
 
 def session_of(net: Net, placement: Placement) -> Session:
-    """As :func:`auto_session` where the planner decides."""
     return auto_session(net) if placement is Placement.AUTO else session_for(net, default=placement)
 
 
@@ -155,21 +149,18 @@ class Recurrent(nn.LSTM):
 
 
 def with_table(layer: Any, x: Tensor) -> Tensor:
-    """Makes a table when it first needs it."""
     if not hasattr(layer, "table"):
         layer.register_buffer("table", torch.linspace(0, 1, INNER))
     return x * layer.table
 
 
 def counting(layer: Any, x: Tensor) -> Tensor:
-    """Counts its runs in an attribute, and keeps a loss for the model there."""
     layer.runs = getattr(layer, "runs", 0) + 1
     layer.auxiliary = x.detach().square().mean()
     return x
 
 
 def drawing(_: Any, x: Tensor) -> Tensor:
-    """Draws from the generators that Python and NumPy share among all."""
     return x * random.random() * float(np.random.random())  # noqa: NPY002 - as users do
 
 
@@ -184,8 +175,6 @@ def attending(_: Any, x: Tensor) -> Tensor:
 
 
 class Remembering(Plain):
-    """Appends to what it is given in a dict, and reads what other layers have appended."""
-
     remembers: Any = dict
 
     def forward(self, x: Tensor, memory: Any = None) -> Tensor:
@@ -223,8 +212,6 @@ def stale(_: Any, x: Tensor) -> Tensor:
 
 
 class Last(Plain):
-    """Ends with an operation that fills what it has saved."""
-
     fill: Callable[[Any, Tensor], Tensor]
 
     def __init__(self) -> None:
@@ -289,8 +276,6 @@ def test_a_second_run_gives_the_bits_of_the_first_and_leaves_no_trace(
 
 
 class Holding(Plain):
-    """Has state in an object that it holds."""
-
     holds: Callable[[], Any]
     changes: Callable[[Any], float]
 
@@ -312,8 +297,6 @@ def first_of(array: Any) -> float:
 
 
 class Large(nn.Module):
-    """Has a buffer that is too large to be put back."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("table", torch.zeros(1 << 19))
@@ -324,8 +307,6 @@ class Large(nn.Module):
 
 
 class Cache:
-    """A cache of a kind that nobody has thought of."""
-
     __slots__ = ("items",)
 
     def __init__(self, _: object) -> None:
@@ -490,8 +471,6 @@ class Scaled(Plain):
 
 
 class ScaledAtTheEnd(Scaled):
-    """Of what it saves the scale changes the last tensor only."""
-
     def forward(self, x: Tensor) -> Tensor:
         return x + F.gelu(self.noise(self.second(F.gelu(self.first(x)))))
 
@@ -634,8 +613,6 @@ def test_a_layer_that_stands_in_the_list_twice_is_one_layer() -> None:
 
 
 class Flipping(Plain):
-    """Saves 256 KiB, of which the second run may change one bit."""
-
     place: int | slice | None = None
 
     def noise(self, x: Tensor) -> Tensor:

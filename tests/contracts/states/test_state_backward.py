@@ -40,7 +40,6 @@ def offloaded(
 
 
 def begun(training: Training) -> None:
-    """Go to a step whose backward is done."""
     training.step(0)
     training.optimizer.zero_grad()
     training.backward(1)
@@ -110,8 +109,6 @@ def test_micro_batches(tmp_path: Path) -> None:
 
 
 class Borrowing(nn.Module):
-    """A layer that may use the weight of another one, which backward comes to before."""
-
     def __init__(self, use: Callable[[Tensor, Tensor], Tensor] | None = None, of: Any = None) -> None:
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(32), nn.Linear(32, 32)
@@ -140,7 +137,6 @@ def plain(layer: nn.Module, x: Tensor) -> Tensor:
 def borrowed(
     directory: Path, use: str, placement: str | None = None, run: Callable[..., Tensor] = plain
 ) -> list[Tensor]:
-    """Parameters after four steps; plain ones where no placement is given."""
     torch.manual_seed(0)
     layers = [Borrowing() for _ in range(3)]
     model = nn.ModuleList([Borrowing(USES[use], layers[2]), *layers])

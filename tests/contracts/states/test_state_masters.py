@@ -28,7 +28,6 @@ SMALL = 20_000
 
 
 def embedding_of(training: Mixed) -> Tensor:
-    """The master of the embedding, the largest."""
     weight = training.model.embed.weight
     return next(master for master, parameter in training.masters.items() if parameter is weight)
 
@@ -60,8 +59,6 @@ def test_parameters_masters_and_states_have_the_bits_of_plain_training(make: str
 
 
 class Chain(Mixed):
-    """Many layers of one size, whose gradients are ones."""
-
     def __init__(self, depth: int) -> None:
         layers = (nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(depth))
         super().__init__("adamw-fused", model=nn.Sequential(*layers))

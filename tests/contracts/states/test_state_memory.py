@@ -37,7 +37,6 @@ def settings(directory: Path, **states: Any) -> dict[str, Any]:
 
 
 def updated(model: nn.Module, optimizer: optim.Optimizer, meter: LiveBytes) -> int:
-    """Bytes that one update adds at most to those that were there before."""
     optimizer.zero_grad()
     model(torch.ones(2, WIDTH)).sum().backward()
     before = meter.peak = meter.live

@@ -106,7 +106,6 @@ def is_repeatable(layer: Operator) -> bool:
 
 
 def train(layers: list[Operator], session: Session | None, step: int) -> list[Tensor | None]:
-    """One step of all layers: what they put out, gradients, what they were given, and the random state."""
     torch.manual_seed(step)
     found: list[Tensor | None] = []
     given, outputs = [], []

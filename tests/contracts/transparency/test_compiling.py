@@ -35,8 +35,6 @@ class Layer(nn.Module):
 
 
 class Compiler:
-    """Compiles graphs operation by operation, and notes how large each is and how often any ran forward."""
-
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.runs = 0
@@ -65,7 +63,6 @@ def make() -> Net:
 
 
 def train(model: Any, session: Session | None = None, steps: int = STEPS) -> list[list[Tensor]]:
-    """Losses and gradients of a few steps."""
     return run(model, forward_backward, session, steps)
 
 

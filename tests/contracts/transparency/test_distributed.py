@@ -50,7 +50,6 @@ Found = list[dict[str, dict[str, Any]]]
 def found(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, python_with_torch: Warm
 ) -> Found:
-    """What came out of the cases of the tests that were chosen, rank by rank."""
     chosen = [item for item in request.session.items if item.path == request.path]
     cases = {"{default}, {spread}".format(**item.callspec.params) for item in chosen}  # type: ignore[attr-defined]
     return run_ranks(python_with_torch, tmp_path_factory.mktemp("ranks"), cases)

@@ -122,7 +122,6 @@ def make(family: str, way: str = "defaults", **settings: object) -> Any:
 
 
 def batch_of(kind: str, number: int) -> dict[str, Tensor]:
-    """Four sequences, two of them padded; or four pictures."""
     source = torch.Generator().manual_seed(number)
     if kind == "vit":
         labels = torch.randint(10, (4,), generator=source)
@@ -136,7 +135,6 @@ def batch_of(kind: str, number: int) -> dict[str, Tensor]:
 
 
 def train(family: str, model: Any, way: str = "defaults", *, steps: int = STEPS) -> History:
-    """A few steps of AdamW, in a loop that knows of no session."""
     history = History()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
@@ -158,7 +156,6 @@ def train(family: str, model: Any, way: str = "defaults", *, steps: int = STEPS)
 
 
 def use(family: str, model: Any, number: int) -> None:
-    """What happens between steps: some words are generated, or a model that has none is evaluated."""
     batch = {name: tensor[:1] for name, tensor in batch_of(family, number).items() if name != "labels"}
     model.eval()
     with torch.no_grad():
@@ -279,7 +276,6 @@ def flags(session: Session) -> list[bool]:
 
 
 def functions(session: Session) -> list[Any]:
-    """The functions by which transformers checkpoints the layers."""
     return [vars(layer.module).get("_gradient_checkpointing_func") for layer in session.layers]
 
 

@@ -114,7 +114,6 @@ def history_of(kind: str, model: nn.Module, session: tba.Session | None, **how: 
 
 
 def causal_loss(model: nn.Module, number: int) -> Tensor:
-    """The loss of the next token on micro-batch ``number``."""
     tokens = make_tokens(number)
     batch = Batch(
         tokens=tokens[:, :-1],

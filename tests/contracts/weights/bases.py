@@ -90,7 +90,6 @@ BASES: dict[str, Callable[[], Any]] = {
 
 @functools.cache
 def saved(family: str, **sizes: Any) -> Path:
-    """The folder of a model with random weights."""
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
     torch.manual_seed(0)
@@ -112,7 +111,6 @@ def quiet() -> Iterator[None]:
 
 
 def make(family: str, base: str = "fp32", **sizes: Any) -> Any:
-    """A model with adapters, loaded as people load it; the same each time."""
     with quiet():
         chosen = BASES[base]()
         how = {"dtype": chosen} if isinstance(chosen, torch.dtype) else {"quantization_config": chosen}
@@ -150,7 +148,6 @@ def policy(directory: Path, **settings: Any) -> dict[str, Any]:
 
 @contextmanager
 def offloaded(model: Any, directory: Path, **settings: Any) -> Iterator[tba.Session]:
-    """A session that offloads the frozen weights of a model, and leaves activations alone."""
     with tba.attach(model, policy(directory, **settings), measure_memory=False) as session:
         assert session.weights is not None
         assert session.weights.nbytes
@@ -210,8 +207,6 @@ def batch(number: int, *, rows: int = 2, length: int = 12) -> dict[str, Tensor]:
 
 
 class Training:
-    """A model and its optimizer; the losses of its steps, and whatever else the model has returned."""
-
     def __init__(self, model: Any) -> None:
         self.model = model
         self.optimizer = torch.optim.AdamW(trained_of(model), lr=1e-2)
@@ -244,7 +239,6 @@ class Training:
         self.evaluate()
 
     def note(self, found: object) -> None:
-        """Keep copies of tensors, numbers and bytes, in whatever they are held."""
         for leaf in tree_leaves(found):
             if isinstance(leaf, Tensor):
                 self.seen.append(leaf.detach().clone())
@@ -252,11 +246,9 @@ class Training:
                 self.seen.append(torch.tensor(list(leaf) if isinstance(leaf, bytes) else leaf))
 
     def trained(self) -> list[Tensor]:
-        """All that was returned, and what was trained."""
         return [*self.seen, *(each.detach().clone() for each in trained_of(self.model))]
 
     def results(self) -> list[Tensor]:
-        """What must not change: the frozen weights too."""
         return [*self.trained(), *(part for _, part in frozen_parts(self.model))]
 
 
@@ -290,14 +282,11 @@ _malloc.mallinfo2.restype = _MallInfo
 
 
 def live_bytes() -> int:
-    """Bytes that malloc has given out and that were not freed."""
     _, _, _, _, hblkhd, _, _, uordblks, _, _ = _malloc.mallinfo2().counts
     return int(uordblks + hblkhd)
 
 
 class Observer:
-    """Notes malloc's live bytes where modules begin and end, and where backward reaches their outputs."""
-
     def __init__(self, model: nn.Module) -> None:
         self.seen: list[int] = []
         for module in model.modules():

@@ -72,7 +72,6 @@ def generating(training: Training, _: Path) -> None:
 
 
 def saving(training: Training, folder: Path) -> None:
-    """Save and load between steps: what is written, and what the model computes then."""
     training.step(0)
     state = training.model.state_dict()
     training.note([[part for _, part in parts_of(each)] for each in state.values()])
@@ -177,7 +176,6 @@ def measured(
 
 
 def trainer(kind: str, base: str, directory: Path, callbacks: list[Any]) -> Any:
-    """A trainer with accumulation, and an evaluation and a checkpoint between its steps."""
     settings: dict[str, Any] = {"max_steps": 2, "gradient_accumulation_steps": 2, "logging_steps": 1}
     settings |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
     settings |= {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}

@@ -67,8 +67,6 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers with experts and a trained path beside them."""
-
     def __init__(self, *, is_checkpointed: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -186,7 +184,6 @@ def experts_of(model: Any) -> list[nn.Module]:
 
 
 def sizes_of(model: Any, least: int) -> tuple[int, int]:
-    """Bytes of one expert, and of all other frozen weights that are offloaded."""
     module = experts_of(model)[0]
     expert = sum(each.nbytes for each in module.parameters()) // EXPERTS
     others = [

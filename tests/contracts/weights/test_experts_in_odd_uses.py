@@ -84,7 +84,6 @@ def with_an_error(model: Model) -> None:
 
 
 def in_pieces(model: Model) -> None:
-    """Gradients of inputs alone, of a layer alone, and of an expert alone."""
     x = torch.linspace(-1, 1, 2 * 48).reshape(2, 48).requires_grad_()
     model.layers[1](x).sum().backward()
     model.layers[2].mixture(x).sum().backward()
@@ -135,7 +134,6 @@ WAYS = (
 
 
 def four_bits(model: Model) -> Model:
-    """All matrices of the experts as QLoRA loads them."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     for layer in model.layers:
         for expert in layer.mixture.experts:
@@ -219,7 +217,6 @@ def fused_with_autocast(training: Training) -> None:
 
 
 def fused_alone(training: Training) -> None:
-    """Experts without their layer."""
     experts = layers_of(training.model)[1].mlp.experts
     x = torch.linspace(-1, 1, 3 * 64).reshape(3, 64).requires_grad_()
     picked = torch.tensor([[0, 3], [3, 5], [0, 5]])

@@ -24,8 +24,6 @@ FROZEN = LAYERS * 4 * (WIDTH * WIDTH + WIDTH)  # bytes
 
 
 class Adapted(nn.Module):
-    """A layer with a frozen matrix and a small trained one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.base, self.adapter = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)

@@ -19,7 +19,6 @@ WHOLE = [spread.__name__ for spread in FROZEN if spread is not by_parameters]
 def found(
     tmp_path_factory: pytest.TempPathFactory, python_with_torch: Warm
 ) -> list[dict[str, dict[str, Any]]]:
-    """What came out of all cases, rank by rank."""
     cases = [f"frozen, {spread.__name__}, {when}" for spread in FROZEN for when in ("before", "after")]
     return run_ranks(python_with_torch, tmp_path_factory.mktemp("ranks"), cases)
 

@@ -28,8 +28,6 @@ WEIGHTS = 2 * WIDTH * WIDTH * 4
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer and what is trained beside it, as LoRA does."""
-
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.Linear(WIDTH, WIDTH)
@@ -72,7 +70,6 @@ class Model(nn.Module):
 
 
 def trained(model: Model, *, steps: int = 3) -> list[Tensor]:
-    """Losses, and what the model has in the end; two micro-batches a step, and an evaluation between."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     torch.manual_seed(1)
     losses = []

@@ -148,7 +148,6 @@ def as_a_penalty_on_products(training: Training) -> Any:
 
 
 def within_hooks(training: Training) -> Any:
-    """Each layer's forward and backward read the weights of the layers beside it."""
     found, layers = [], layers_of(training.model)
 
     def note(*_: object) -> None:
@@ -389,8 +388,6 @@ def by_an_array(weight: Tensor) -> None:
 
 
 def within_a_hook(training: Training) -> None:
-    """While its own layer computes."""
-
     def change(*_: object) -> None:
         with torch.no_grad():
             one_of(training).mul_(1.25)
@@ -463,7 +460,6 @@ OF_QUANTIZED = ("copied", "copied alone", "averaged", "pickled", "pickled alone"
 
 
 def assert_named(error: Exception) -> None:
-    """It names the weight and the remedy."""
     named = r"layers\.\d+\.[\w.]+weight|[\w.]*_proj\.[\w.]*weight|frozen weights"
     assert re.search(named, str(error)), error
     assert "close" in str(error).lower(), error

@@ -19,8 +19,6 @@ transformers = Later("transformers")
 
 
 class Block(nn.Module):
-    """A layer: a module that is made of others."""
-
     def __init__(self, width: int = 4) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -34,8 +32,6 @@ class OtherBlock(Block):
 
 
 class Parts(nn.Module):
-    """Modules under the names given."""
-
     def __init__(self, **parts: nn.Module) -> None:
         super().__init__()
         for name, part in parts.items():

@@ -57,8 +57,6 @@ class Calls:
 
 
 class Chain(nn.Module):
-    """A layer of so many operations that one tensor each is saved for."""
-
     def __init__(self, *operations: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.operations = operations
@@ -96,7 +94,6 @@ def step(model: nn.Module, session: Session, *, written: bool) -> Calls:
 
 
 def calls_of(chain: Chain, directory: Path, *, written: bool = True, **settings: Any) -> tuple[int, Session]:
-    """The calls of one step, after some that warm up."""
     model, settings = nn.Sequential(chain), {"in_flight": 64 * MIB, "directory": directory, **settings}
     with session_for(model, layers=list(model), **settings) as session:
         for _ in range(3):
@@ -107,7 +104,6 @@ def calls_of(chain: Chain, directory: Path, *, written: bool = True, **settings:
 
 @pytest.fixture
 def written_and_read(tmp_path: Path) -> float:
-    """Calls for each activation that is written and read back."""
     calls, session = calls_of(ONCE, tmp_path)
     assert session.records[-1].read_bytes >= 0.95 * SAVED * ONE
     return calls / SAVED
@@ -137,7 +133,6 @@ def test_a_tensor_that_is_small(tmp_path: Path) -> None:
 
 
 def calls_with(layers: int, directory: Path) -> int:
-    """The calls of one step of a model with that number of layers; each layer saves three small tensors."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(layers)))
     with session_for(model, layers=list(model), directory=directory, min_tensor_bytes=ONE) as session:
         for _ in range(3):

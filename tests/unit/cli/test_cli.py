@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[str]:
-    """Two run logs of six steps: keep, and offload at a fifth of its memory."""
     return [
         str(
             write_run(

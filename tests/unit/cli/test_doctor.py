@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, kvikio: types.ModuleType) -> None:
-    """A device with memory of its own, and kvikio."""
     monkeypatch.setattr(streams, "default_device", lambda: PinningDevice())
 
 

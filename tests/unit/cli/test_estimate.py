@@ -42,7 +42,6 @@ def estimate(*arguments: object) -> Any:
 
 
 def measured(name: str, config: Any, dtype: torch.dtype, way: str, policy: Any) -> tuple[int, int]:
-    """The highest peak of some steps, and the bytes that a step offloads."""
     torch.manual_seed(1)
     model = getattr(transformers, name)._from_config(config, dtype=dtype).train()
     tokens = torch.randint(0, 512, (BATCH, SEQUENCE))

@@ -104,8 +104,6 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Callable[..., int]:
-    """Writes the kernel's files and returns what is left."""
-
     def left(groups: str = "", **files: str) -> int:
         found = {
             "proc/meminfo": "MemTotal: 25165824 kB\nMemFree: 1 kB\nMemAvailable:   20971520 kB\n",

@@ -19,8 +19,6 @@ from tba_offload.store.host import HostStore
 
 
 class Runtime:
-    """What ``torch.cuda.cudart()`` returns, as far as it is called here."""
-
     def __init__(self) -> None:
         self.status = 0
         self.registered: dict[int, int] = {}

@@ -83,7 +83,6 @@ def test_an_example_trains_to_the_same_bits_as_without_the_package(
 
 
 def check(example: Example, directory: Path, python: Warm, *options: str) -> None:
-    """Run an example on its ranks without the package and with it, and compare."""
     for rank, (plain, found) in enumerate(ran(example, directory, python, *options)):
         assert len(losses_of(found)) == (STEPS if rank in example.losses else 0)
         assert losses_of(found) == losses_of(plain)
@@ -107,7 +106,6 @@ def check(example: Example, directory: Path, python: Warm, *options: str) -> Non
 def ran(
     example: Example, directory: Path, python: Warm, *options: str
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """What came out of a training without the package and of one with it, rank by rank."""
     drive, policy = directory / "drive", directory / "policy.yaml"
     drive.mkdir()
     policy.write_text(
@@ -126,5 +124,4 @@ def ran(
 
 
 def losses_of(run: dict[str, Any]) -> list[str]:
-    """The losses that it has printed."""
     return re.findall(r"loss (\d[\d.]*(?:e[+-]?\d+)?)", run["printed"])

@@ -36,7 +36,6 @@ accelerate, lightning, pytorch_lightning, transformers = (
 
 
 def callback_of(integration: str, *arguments: Any, **settings: Any) -> Any:
-    """The callback of ours for a package."""
     module = import_module(f"tba_offload.integrations.{integration}")
     return module.OffloadCallback(*arguments, **settings)
 
@@ -68,7 +67,6 @@ def as_it_was() -> Iterator[None]:
 
 
 def config() -> OffloadConfig:
-    """A window that holds a part of a layer."""
     return config_for(in_flight=64 * KIB)
 
 
@@ -111,7 +109,6 @@ def trainer_of(directory: Path, callbacks: list[Any], settings: dict[str, Any]) 
 
 
 def history_of(trainer: Any) -> History:
-    """Losses, also those of evaluations, and parameters."""
     logged = [entry.get("loss", entry.get("eval_loss")) for entry in trainer.state.log_history]
     losses = [torch.tensor(loss, dtype=torch.float64) for loss in logged if loss is not None]
     return History(losses=losses, parameters=[p.detach().clone() for p in trainer.model.parameters()])
@@ -253,8 +250,6 @@ each_lightning = pytest.mark.parametrize(("package", "callback"), LIGHTNINGS.val
 
 
 def module_of(package: types.ModuleType, **methods: Callable[..., object]) -> Any:
-    """A LightningModule around a small GPT, which has no ``forward`` of its own."""
-
     def __init__(self: Any) -> None:  # noqa: N807
         package.LightningModule.__init__(self)
         self.model = make_model(layers=3)

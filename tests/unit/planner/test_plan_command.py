@@ -52,7 +52,6 @@ def run_plan(*arguments: object, whole_sweep: bool = False) -> Any:
 
 
 def with_rates(run_log: Path, path: Path, rate: float, **more: Any) -> Path:
-    """A copy of a log whose drives write and read at a rate, perhaps with host memory."""
     events = list(map(json.loads, run_log.read_text().splitlines()))
     for event in events:
         if event["event"] == "plan":

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def looks(model: nn.Module, log: Path, steps: int = 2, **settings: Any) -> list[dict[str, Any]]:
-    """The memory events of a training; memory is known to the byte, as on an accelerator."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained)
     with exact_memory(), tba.attach(model, config_for(**settings), run_log=log):

@@ -21,8 +21,6 @@ KNOWN = {name: value for name in FIGURES if (value := getattr(RECORD, name)) is 
 
 
 class Writer:
-    """As TensorBoard's."""
-
     def __init__(self) -> None:
         self.points: list[tuple[str, float, int]] = []
 

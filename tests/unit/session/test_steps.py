@@ -48,7 +48,6 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0
 
 
 def scopes_of(session: tba.Session) -> list[int]:
-    """Runs of layers in each step, of which none was skipped."""
     assert not any(record.skipped for record in session.records)
     return [record.scopes or 0 for record in session.records]
 

@@ -44,7 +44,6 @@ def step(session: Session, model: nn.Sequential, rows: int) -> None:
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mounts a file system for a test, as root."""
     if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None:
         pytest.skip("needs root, to mount")
 
@@ -64,8 +63,6 @@ def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
 @pytest.fixture
 def disk(mounted: Callable[..., Path], tmp_path: Path) -> Callable[[int], Path]:
-    """Makes a disk of so many bytes, with ext4."""
-
     def make(nbytes: int) -> Path:
         image = tmp_path / "image"
         image.touch()

@@ -19,7 +19,6 @@ from tba_offload.device.digest import sums
 
 @pytest.fixture(scope="module")
 def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a process that has the real kvikio, on a driver and a cuFile of host memory."""
     assert stub_driver.PACKAGES.is_dir(), (
         f"bash tests/run.sh installs kvikio, and so does: {stub_driver.INSTALL}"
     )

@@ -56,8 +56,6 @@ def test_no_more_memory_is_taken_than_the_capacity() -> None:
 
 
 class Meagre(Device):
-    """Has host memory for two slabs."""
-
     left = 2
 
     def host_memory(self, nbytes: int) -> torch.Tensor:

@@ -70,7 +70,6 @@ class DriveInMemory(HostStore):
 
 
 def wait_for_all(transfers: list[Transfer]) -> None:
-    """Wait until all have ended, failed or not."""
     assert all(transfer.wait(PATIENCE) for transfer in transfers)
 
 

@@ -59,7 +59,6 @@ class Shelf(Store):
 
 @pytest.fixture
 def opened() -> Iterator[list[Shelf]]:
-    """The stores of the kind ``shelf`` that were opened."""
     found: list[Shelf] = []
 
     def opener(config: tba.StoreConfig, *, device: Device) -> Shelf:
