@@ -1,10 +1,10 @@
-"""Does the activation peak grow with depth? Models of one width with more and more layers.
+"""Measure whether the activation peak grows with the number of layers.
 
     python benchmarks/depth.py
 
-For every depth keep, keep once more and offload train in processes of their own, single steps alternating.
-With keep the peak grows with the number of layers; with offload it should stay where it is, at the speed of
-keep. What the two lanes of keep differ by is noise.
+For each number of layers, three processes train the same model in alternating steps: with keep, again with
+keep, and with offload. With keep, the activation peak grows with the number of layers. With offload, the peak
+should stay the same. The difference between the two processes with keep is noise.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from lanes import CONTROL, directory_option, dtype_option, json_option, print_ta
 @click.option("--sequence", default=160, show_default=True)
 @click.option("--batch-size", default=2, show_default=True)
 @click.option(
-    "--steps", type=click.IntRange(min=8), default=14, show_default=True, help="Of each at a depth."
+    "--steps", type=click.IntRange(min=8), default=14, show_default=True, help="Steps of each process."
 )
-@click.option("--window", default="16MiB", show_default=True, help="Bytes in flight.")
+@click.option("--window", default="16MiB", show_default=True, help="Size of the in-flight window.")
 @dtype_option
 @directory_option
 @json_option
 def main(
     *, depths: tuple[int, ...], hidden: int, sequence: int, dtype: str, json_file: str | None, **race: Any
 ) -> None:
-    """Race keep, keep again and offload at every depth."""
+    """Compare keep, keep again and offload for each number of layers."""
     rows, peaks = [], {}
     for depth in depths:
         shape = shape_of(layers=depth, hidden=hidden, sequence=sequence, dtype=dtype, dropout=0.1)

@@ -1,13 +1,14 @@
-"""What a training step costs whose frozen weights lie on a drive, as LoRA trains it.
+"""Measure the step time of LoRA training with frozen weights on a drive.
 
     python benchmarks/frozen.py DIRECTORY
 
-Models with the same weights take turns, step by step: one keeps its weights, one does so once more as a
-control, and of the others a share of the frozen weights is offloaded, or all of them. Each base has such
-models: fp32, and nf4 of bitsandbytes. Printed are the ratios of step times to the first of the same base,
-round by round; how much memory malloc has handed out before and after the weights were taken over; the most
-bytes of them that were in memory; and the bytes that a step reads. Losses and what is trained are compared
-bit for bit.
+Models with the same weights train in alternating steps. The first model keeps its frozen weights in memory.
+The second model does the same, as a control. Each further model offloads a share of its frozen weights. The
+comparison is made for base weights in fp32, and in nf4 of bitsandbytes.
+
+The output has the ratio of step times to the first model, the bytes by which malloc's live bytes fell when
+the weights were offloaded, the largest number of offloaded bytes in memory, and the bytes read in a step.
+Losses and trained parameters are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ WARM_UP = 2
 
 
 class Adapted(nn.Module):
-    """A frozen matrix and two small ones that are trained."""
+    """Linear layer with a frozen matrix and the two small trained matrices of LoRA."""
 
     def __init__(self, rows: int, columns: int, kind: str) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class Adapted(nn.Module):
 
 
 def in_four_bits(linear: nn.Linear) -> nn.Module:
-    """Return the layer as QLoRA loads it; the matrix products are the same as those of fp32."""
+    """Return the layer in nf4, as QLoRA loads it, with matrix products in fp32."""
     from bitsandbytes.nn import Linear4bit
 
     sizes = linear.in_features, linear.out_features
@@ -54,7 +55,7 @@ def in_four_bits(linear: nn.Linear) -> nn.Module:
 
 
 class Layer(nn.Module):
-    """A residual layer of two matrices, four times as wide inside."""
+    """Residual layer with two linear layers and four times the width between them."""
 
     def __init__(self, width: int, kind: str) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ class Layer(nn.Module):
 
 @dataclass
 class Lane:
-    """A model that trains; its losses and the seconds of its steps."""
+    """Model, with the losses and the durations in seconds of its steps."""
 
     model: nn.Sequential
     losses: list[Tensor] = field(default_factory=list)
@@ -81,7 +82,7 @@ class Lane:
         self._optimizer = torch.optim.AdamW(trained, lr=1e-3)
 
     def step(self, x: Tensor) -> None:
-        """Forward, backward and update."""
+        """Run forward, backward and the optimizer's update."""
         began = time.perf_counter()
         loss = self.model(x).pow(2).mean()
         loss.backward()
@@ -91,18 +92,18 @@ class Lane:
         self.losses.append(loss.detach())
 
     def results(self) -> list[Tensor]:
-        """Losses and trained parameters."""
+        """Return the losses and the trained parameters."""
         return [*self.losses, *(p.detach() for p in self.model.parameters() if p.requires_grad)]
 
 
 def make(layers: int, width: int, kind: str) -> Lane:
-    """Return a model that is the same each time."""
+    """Return a model. Equal arguments give equal weights."""
     torch.manual_seed(0)
     return Lane(nn.Sequential(*(Layer(width, kind) for _ in range(layers))))
 
 
 def taken_over(lane: Lane, directory: str, share: int, meter: MallocMeter) -> tuple[tba.Session, int]:
-    """Offload a share of the frozen weights of a lane. Return its session and the bytes freed."""
+    """Offload a percentage of a model's frozen weights. Return the session and the freed bytes."""
     frozen = "offload" if share == 100 else f"offload-{share}%"
     store = {"directories": [directory]}
     policy = {"default": "keep", "store": store, "weights": {"frozen": frozen}}
@@ -122,7 +123,7 @@ def weights_of(session: tba.Session) -> tba.FrozenWeights:
 @click.argument("directory")
 @click.option("--layers", default=12, show_default=True)
 @click.option("--width", default=1024, show_default=True)
-@click.option("--rows", default=512, show_default=True, help="Of a micro-batch.")
+@click.option("--rows", default=512, show_default=True, help="Rows of a micro-batch.")
 @click.option("--steps", type=click.IntRange(WARM_UP + 1), default=12, show_default=True)
 @click.option(
     "--share",
@@ -131,7 +132,7 @@ def weights_of(session: tba.Session) -> tba.FrozenWeights:
     multiple=True,
     default=[100],
     show_default=True,
-    help="Percent of the bytes that travel; may be given several times.",
+    help="Percentage of the frozen bytes to offload. Can be given several times.",
 )
 @click.option(
     "--base",
@@ -151,7 +152,7 @@ def main(
     shares: tuple[int, ...],
     kinds: tuple[str, ...],
 ) -> None:
-    """Measures and prints."""
+    """Measure and print the results."""
     groups = {kind: [make(layers, width, kind) for _ in range(2 + len(shares))] for kind in kinds}
     lanes = [lane for group in groups.values() for lane in group]
     with ExitStack() as stack:
@@ -183,7 +184,7 @@ def main(
 
 
 def told_of(session: tba.Session, taken: int) -> str:
-    """Return what offloaded weights have freed, what of them was in memory, and what a step reads."""
+    """Return a text with the freed bytes, the largest number of bytes in memory, and the bytes read."""
     weights, read = weights_of(session), session.records[-1].weights_read_bytes or 0
     return (
         f"{readable_size(weights.nbytes)}: malloc's live bytes fell by {readable_size(taken)}; at most "

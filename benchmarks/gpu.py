@@ -1,22 +1,24 @@
-"""Ways of keeping activations on a GPU: what each costs in time, and where its bandwidth ends.
+"""Compare the step times and peaks of methods that save activation memory on a GPU.
 
     python benchmarks/gpu.py                                  all sizes; half an hour
     python benchmarks/gpu.py --quick                          one size, within four minutes on an H100
     python benchmarks/gpu.py --size 8192x4x4096x1             hidden x layers x sequence x batch
-    python benchmarks/gpu.py --device cpu --size 128x4x64x2   the same on a CPU, to see that it works
+    python benchmarks/gpu.py --device cpu --size 128x4x64x2   a test of this program on a CPU
 
-A GPT in plain PyTorch that saves what Megatron's does. Several models of such a width do not fit one GPU, so
-here, unlike in the other benchmarks, all ways share one model in one process. Single steps alternate. In a
-round all ways have the same weights and batch, and begin with gradients of zero; the weights change between
-the rounds. A step is forward and backward, timed by events of the device; ratios are medians over the rounds
-of the ratio to keep within a round, with quartiles; ``keep again`` is keep once more, and its ratio noise.
-The peak is that of the device's allocator in the step less what was live before.
+The model is a GPT in plain PyTorch that saves the same tensors as Megatron's GPT. A *way* is one of the
+compared methods. All ways share one model in one process, because several models do not fit on one GPU. The
+ways alternate step by step. In a round, all ways have the same weights and batch, and start with gradients of
+zero. The weights change between rounds.
 
-The last rounds run with deterministic kernels and compare the loss and all gradients, bit for bit.
+A step is forward and backward, timed by events of the device. Each ratio to keep is the median of the ratios
+of all rounds, with quartiles. The ratio of ``keep again`` is noise. The peak is the peak of the device's
+allocator in the step, minus the live bytes before the step. The last rounds use deterministic kernels, and
+compare the loss and all gradients bit for bit.
 
-Beside the time of each way stands its bound: its forward takes as long as keep's, or as its tier, whose
-bandwidth is measured first, takes to write its bytes, and its backward likewise to read them. What the step
-needs is its bytes by the time of keep's forward and of its backward.
+A *tier* is host memory, the drive or tmpfs. The bandwidth of each tier is measured first. The bound of a way
+is the shortest possible time of a step: its forward takes at least as long as the forward of keep and as the
+writes, and its backward takes at least as long as the backward of keep and as the reads. The needed bandwidth
+is the number of bytes divided by the time of keep's forward or backward.
 """
 
 from __future__ import annotations
@@ -67,25 +69,25 @@ if TYPE_CHECKING:
 Figures = dict[str, Any]
 
 WARM_UP = 4
-"""Rounds that do not count: memory is allocated and pinned, and auto learns and changes to its plan."""
+"""Number of first rounds that do not count, because memory is pinned and the planner measures."""
 
 LEAST_ROUNDS = WARM_UP + 3
 PROOF_ROUNDS = 2
 WINDOW_LAYERS = 2
-"""The window of ours holds what so many layers save."""
+"""Default size of the in-flight window, in layers."""
 
 HARMLESS = ("ImportError", "ModuleNotFoundError", "MissingDependencyError", "UnsupportedError")
-"""Why a way may be left out."""
+"""Errors that leave out a way without making the benchmark fail."""
 
 SIZES = ("4096x8x4096x2", "6144x6x4096x2", "8192x4x8192x1", "8192x4x1024x4", "8192x4x1024x8")
 QUICK, QUICK_MINUTES = ("8192x4x4096x1",), 3.0
 GB, GIB = 1e9, 2**30
 VOCABULARY = 1024
-"""Small, so that the logits, which are not offloaded, weigh little."""
+"""Size of the vocabulary. The logits are not offloaded, so they must be small."""
 
 SAVED_NUMBERS = 16
-"""Activations of a layer, by the element of its hidden states: the inputs of two norms, of four matrix
-products and of GELU, queries, keys, values."""
+"""Saved elements of a layer, as a multiple of the elements of its hidden states: the inputs of two norms, of
+four matrix products and of GELU, and queries, keys and values."""
 
 
 # The model
@@ -111,12 +113,12 @@ class Size:
 
     @property
     def layer_bytes(self) -> int:
-        """What one layer saves."""
+        """Bytes that one layer saves."""
         return SAVED_NUMBERS * DTYPES[self.dtype].itemsize * self.hidden * self.sequence * self.batch
 
     @property
     def shape(self) -> GptShape:
-        """The model."""
+        """Shape of the model."""
         heads = max(self.hidden // 128, 1)
         return GptShape(
             self.layers, self.hidden, heads, self.sequence, vocab=VOCABULARY, dtype=self.dtype, dropout=0.0
@@ -124,7 +126,7 @@ class Size:
 
 
 class Block(nn.Module):
-    """A layer in plain PyTorch that saves what Megatron's does: pre-norm, biases, GELU."""
+    """Layer in plain PyTorch that saves the same tensors as Megatron's layer: pre-norm, biases, GELU."""
 
     def __init__(self, shape: GptShape, **where: Any) -> None:
         super().__init__()
@@ -144,7 +146,7 @@ class Block(nn.Module):
 
 
 class PlainGpt(nn.Module):
-    """Embedding, blocks, head."""
+    """GPT with embeddings, blocks and a head."""
 
     def __init__(self, shape: GptShape, **where: Any) -> None:
         super().__init__()
@@ -174,11 +176,11 @@ class Subject:
         self.meter = meter_of(self.device)
 
     def attach(self, config: tba.OffloadConfig) -> tba.Session:
-        """Return a session on the layers, whose steps are opened by hand: all ways share the model."""
+        """Return a session whose steps are opened by hand, because all ways share the model."""
         return Session(explicit_layers([self.model], self.layers), [self.model], config, steps_by_hand=True)
 
     def batch_of(self, number: int) -> Tensor:
-        """Return the tokens of a round, one more than a sequence has."""
+        """Return the tokens of a round, with one token more than the sequence length."""
         generator = torch.Generator().manual_seed(number)
         shape = (self.size.batch, self.size.sequence + 1)
         return torch.randint(0, VOCABULARY, shape, generator=generator).to(self.device.torch_device)
@@ -189,30 +191,30 @@ class Subject:
         return functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
     def fingerprint(self, loss: Tensor) -> str:
-        """Return a word that tells any other bit in the loss or in a gradient."""
+        """Return a digest of the loss and all gradients."""
         digest = hashlib.blake2b(float(loss.detach()).hex().encode(), digest_size=16)
         for parameter in self.model.parameters():
             digest.update(sums(ByteRange.of(parameter.grad.contiguous()).tensor()))
         return digest.hexdigest()
 
     def clear_gradients(self) -> None:
-        """Set them to zero; their memory stays, so that it counts as no activation."""
+        """Set gradients to zero. Their memory stays allocated, so it does not count as activations."""
         torch._foreach_zero_([parameter.grad for parameter in self.model.parameters()])
 
     def learn(self) -> None:
-        """Take a small step of plain gradient descent, so that no round is like the one before."""
+        """Run a small step of gradient descent, so that each round has other weights."""
         with torch.no_grad():
             parameters = list(self.model.parameters())
             torch._foreach_add_(parameters, [parameter.grad for parameter in parameters], alpha=-1e-3)
 
     def give_up_memory(self) -> None:
-        """Let go of what is in the allocator's cache and in cycles."""
+        """Free reference cycles and the allocator's cache."""
         gc.collect()
         if self.device.torch_device.type == "cuda":
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Free model and gradients."""
+        """Free the model and the gradients."""
         self.meter.close()
         self.layers = []
         del self.model
@@ -223,15 +225,15 @@ class Subject:
 
 
 class Way:
-    """One way of keeping activations.
+    """One of the compared methods.
 
     Args:
         subject: The model to train.
-        tier: Where bytes go, by its name; ``None`` if none travel.
-        config: Of tba-offload; ``None`` if it takes no part.
-        wrap: Makes a layer's forward anew, as checkpoints do.
-        hooks: Makes the saved-tensor hooks around a forward pass.
-        counts: Tells which saved tensors the hooks move.
+        tier: Name of the tier to which bytes are offloaded; ``None`` without offloading.
+        config: Configuration of tba-offload; ``None`` for other methods.
+        wrap: Function that wraps a layer's forward, such as a checkpoint.
+        hooks: Function that returns the saved-tensor hooks of a forward pass.
+        counts: Function that returns True for saved tensors that the hooks offload.
     """
 
     def __init__(
@@ -256,7 +258,7 @@ class Way:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Give the layers this way's forward while the block runs."""
+        """Within the ``with`` block, use this way's forward in the layers."""
         for layer, forward in zip(self._subject.layers, self._forwards, strict=True):
             if forward is not None:
                 layer.forward = forward
@@ -267,7 +269,7 @@ class Way:
                 vars(layer).pop("forward", None)
 
     def step(self, batch: Tensor, *, measure: bool) -> tuple[Figures, Tensor]:
-        """Do forward and backward; return times by the device's clock, bytes and the peak, and the loss."""
+        """Run forward and backward. Return times of the device's clock, bytes and the peak, and the loss."""
         device, meter = self._subject.device, self._subject.meter
         figures: Figures = {}
         device.seconds([device.mark()])
@@ -305,7 +307,7 @@ class Way:
 
     @contextlib.contextmanager
     def _watched(self, figures: Figures) -> Iterator[None]:
-        """Count what the hooks of another library move, which is the same in both directions."""
+        """Count the bytes that hooks of another library offload. The same bytes are read back."""
         assert self._hooks is not None
         hooks = self._hooks()
         pack, moved = hooks.pack_hook, 0
@@ -332,7 +334,7 @@ class Way:
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where ours writes, how much may be in flight, and the activation peak of ``auto``, if it has one."""
+    """Directories, the size of the in-flight window, and the budget of ``auto`` in bytes, if any."""
 
     drive: str
     tmpfs: str
@@ -341,17 +343,17 @@ class Places:
 
 
 def keep(subject: Subject, _: Places) -> Way:
-    """Keep everything."""
+    """Keep all activations."""
     return Way(subject)
 
 
 def recompute(subject: Subject, _: Places) -> Way:
-    """Recompute as ``torch.utils.checkpoint`` does it."""
+    """Recompute with ``torch.utils.checkpoint``."""
     return Way(subject, wrap=checkpointed)
 
 
 def on_cpu(subject: Subject, _: Places) -> Way:
-    """Offload as PyTorch's own hooks do."""
+    """Offload with PyTorch's ``save_on_cpu``."""
     pins = subject.device.pins_memory
     return Way(
         subject,
@@ -362,13 +364,13 @@ def on_cpu(subject: Subject, _: Places) -> Way:
 
 
 def torchtune(subject: Subject, _: Places) -> Way:
-    """Offload as torchtune does, or TRL, which carries that on."""
+    """Offload with torchtune's hooks, or with the copy of these hooks in TRL."""
     try:
         from torchtune.training import OffloadActivations
     except ImportError:
         from trl.models.activation_offloading import OffloadActivations
     if subject.device.torch_device.type != "cuda":
-        raise UnsupportedError("it needs a GPU")
+        raise UnsupportedError("torchtune's hooks need a GPU")
     least = 1024
     hooks = OffloadActivations(use_pin_memory=True, use_streams=True, min_offload_size=least)
     parameters: set[int] = set()
@@ -384,7 +386,7 @@ def torchtune(subject: Subject, _: Places) -> Way:
 
 
 def ours(kind: str, tier: str, placement: str) -> Callable[[Subject, Places], Way]:
-    """Return what makes a way of this package."""
+    """Return a function that makes a way with tba-offload."""
 
     def make(subject: Subject, places: Places) -> Way:
         is_auto = placement == "auto"
@@ -412,14 +414,14 @@ OURS: dict[str, Callable[[Subject, Places], Way]] = {
     "auto, drive": ours("auto", "drive", "auto"),
     "auto, tmpfs": ours("file", "tmpfs", "auto"),
 }
-"""Name to what makes a way of ours; the name says where bytes go."""
+"""For each way with tba-offload, the function that makes the way. The name is the tier."""
 
 WAYS = {"keep": keep, CONTROL: keep, "recompute": recompute, "save_on_cpu": on_cpu, "torchtune": torchtune}
 WAYS |= OURS
 
 
 class Contest:
-    """All ways of one size."""
+    """Comparison of all ways at one size."""
 
     def __init__(self, subject: Subject, *, rounds: int, minutes: float | None) -> None:
         self.subject, self._limit, self._minutes = subject, rounds, minutes
@@ -429,19 +431,19 @@ class Contest:
         self.left_out: dict[str, str] = {}
 
     def enter(self, names: Sequence[str], places: Places, share: float, tiers: Mapping[str, Figures]) -> None:
-        """Make the ways, keep first: the budget of auto is a share of its peak."""
+        """Make the ways, with keep first, because the budget of auto is a share of keep's peak."""
         for name in names:
             with self._failures_of(name):
                 self.ways[name] = way = WAYS[name](self.subject, places)
                 self.steps[name] = []
                 if (trouble := tiers.get(way.tier or "", {}).get("error")) is not None:
-                    raise UnsupportedError(f"its tier cannot be used: {trouble}")
+                    raise UnsupportedError(f"the tier {way.tier} cannot be used: {trouble}")
                 if name == "keep":
                     peaks = [self._step("keep", 0, measure=True)["peak"] for _ in range(2)]
                     places = dataclasses.replace(places, budget=int(share * peaks[-1]) or None)
 
     def run(self) -> None:
-        """Race until the rounds, or the minutes, are over; then compare bits."""
+        """Run rounds until the number of rounds or of minutes is reached. Then compare bits."""
         began, is_cpu = time.perf_counter(), self.subject.device.torch_device.type == "cpu"
         for number in range(self._limit):
             for name in turns(list(self.ways), number):
@@ -476,10 +478,10 @@ class Contest:
 
     @contextlib.contextmanager
     def _failures_of(self, name: str) -> Iterator[None]:
-        """Leave out a way that fails, and say so; the others go on: the machine may be borrowed."""
+        """If a way fails, print the error and leave the way out. The other ways continue."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - whatever it is, the others can do without
+        except Exception as error:  # noqa: BLE001 - the other ways continue after any error
             self.left_out[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
             click.echo(f"  {name} is left out: {self.left_out[name]}", err=True)
             if not self.left_out[name].startswith(HARMLESS):
@@ -487,7 +489,7 @@ class Contest:
             way = self.ways.pop(name, None)
             self.steps.pop(name, None)
             if way is not None:
-                with contextlib.suppress(Exception):  # it is left out already, and says why
+                with contextlib.suppress(Exception):  # the first error was printed
                     way.close()
             self.subject.give_up_memory()
 
@@ -496,7 +498,7 @@ class Contest:
 
 
 def tiers_of(places: Places, size: Size, subject: Subject) -> dict[str, Figures]:
-    """Return what the places that bytes go to really move, by extents as large as the activations."""
+    """Return the measured rates of each tier, with extents of the size of the activations."""
     extent = max(min(size.layer_bytes // SAVED_NUMBERS, 64 << 20), 4096)
     found: dict[str, Figures] = {}
     for name, kind in (("host", "host"), ("drive", "auto"), ("tmpfs", "file")):
@@ -523,7 +525,7 @@ MEDIANS = (
 
 
 def row_of(contest: Contest, name: str, tiers: Mapping[str, Figures]) -> Figures:
-    """Return the figures of a way: ratios to keep, the bandwidth that it needs, and the bound of its tier."""
+    """Return the figures of a way: ratios to keep, the needed bandwidth, and the bound of its tier."""
     kept, steps = contest.steps["keep"][WARM_UP:], contest.steps[name][WARM_UP:]
     is_cpu = contest.subject.device.torch_device.type == "cpu"  # where sampling takes time
     rounds = timed_rounds(kept, steps, measured=lambda step: is_cpu and "peak" in step)
@@ -548,7 +550,7 @@ def row_of(contest: Contest, name: str, tiers: Mapping[str, Figures]) -> Figures
     if tier is None or row["written"] is None:
         return row
     forward, backward = median(base, "forward"), median(base, "backward")
-    # The window holds the rest of what is written until backward uses it.
+    # Bytes that are not written are in the in-flight window until backward uses the bytes.
     bound = max(forward, row["written"] / tiers[tier]["write"])
     bound += max(backward, row["read"] / tiers[tier]["read"])
     return row | {
@@ -560,7 +562,7 @@ def row_of(contest: Contest, name: str, tiers: Mapping[str, Figures]) -> Figures
 
 
 def median(steps: Sequence[Figures], name: str) -> Any:
-    """Return the median of a figure; ``None`` where it is not known."""
+    """Return the median of a figure; ``None`` if the figure is unknown."""
     known = [step[name] for step in steps if step.get(name) is not None]
     return statistics.median(known) if known else None
 
@@ -602,12 +604,12 @@ def show_rows(document: Figures) -> None:
 
 
 def number(value: float | None, digits: int = 3, unit: float = 1.0) -> str:
-    """Return a number, if there is one."""
+    """Return a number as text; an empty string for ``None``."""
     return "" if value is None else f"{value / unit:.{digits}f}"
 
 
 def machine_of(device: torch.device) -> Figures:
-    """Return where it ran, and on what versions."""
+    """Return a description of the machine, with versions of packages."""
     found: Figures = {
         "cpus": os.cpu_count(),
         "kernel": platform.release(),
@@ -626,18 +628,21 @@ def machine_of(device: torch.device) -> Figures:
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.option("--device", default="cuda", show_default=True)
 @click.option(
-    "--size", "sizes", multiple=True, help=f"Hidden x layers x sequence x batch.  [default: {SIZES}]"
+    "--size",
+    "sizes",
+    multiple=True,
+    help=f"Hidden size x layers x sequence length x batch size.  [default: {SIZES}]",
 )
 @dtype_option
-@click.option("--way", "ways", type=click.Choice(tuple(WAYS)), multiple=True, help="Which.  [default: all]")
+@click.option("--way", "ways", type=click.Choice(tuple(WAYS)), multiple=True, help="A way.  [default: all]")
 @click.option("--rounds", type=click.IntRange(min=LEAST_ROUNDS), default=16, show_default=True)
-@click.option("--minutes", type=float, help="After so many a size is given no further round.")
-@click.option("--budget", default=0.5, show_default=True, help="Peak of auto, by keep's; 0: none.")
-@click.option("--window", help="Bytes in flight of ours.  [default: what two layers save]")
-@click.option("--drive", default=".", show_default=True, help="A directory on the drive.")
-@click.option("--tmpfs", default="/dev/shm", show_default=True, help="A directory in memory.")  # noqa: S108
-@click.option("--output", default="benchmarks/results", show_default=True, help="Where results go.")
-@click.option("--quick", is_flag=True, help=f"{QUICK[0]}, and no round after {QUICK_MINUTES:g} minutes.")
+@click.option("--minutes", type=float, help="Minutes after which no further round of a size starts.")
+@click.option("--budget", default=0.5, show_default=True, help="Budget of auto / peak of keep; 0: no budget.")
+@click.option("--window", help="Size of the in-flight window.  [default: the bytes of two layers]")
+@click.option("--drive", default=".", show_default=True, help="Directory on the drive.")
+@click.option("--tmpfs", default="/dev/shm", show_default=True, help="Directory in memory.")  # noqa: S108
+@click.option("--output", default="benchmarks/results", show_default=True, help="Directory for results.")
+@click.option("--quick", is_flag=True, help=f"Size {QUICK[0]}, at most {QUICK_MINUTES:g} minutes of rounds.")
 def main(
     *,
     device: str,
@@ -648,7 +653,7 @@ def main(
     quick: bool,
     **how: Any,
 ) -> None:
-    """Race the ways of keeping activations on a GPU."""
+    """Compare all ways at all sizes."""
     where, started = torch.device(device), datetime.now(UTC)
     if where.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for the rounds that compare bits
@@ -672,7 +677,7 @@ def main(
             window = WINDOW_LAYERS * size.layer_bytes
             places = Places(*on, parse_size(how["window"]) if how["window"] else window)
             subject = Subject(size, where)
-            click.echo(f"{size}: measuring where bytes go", err=True)
+            click.echo(f"{size}: measuring the rates of the tiers", err=True)
             tiers = tiers_of(places, size, subject)
             minutes = how["minutes"] or (QUICK_MINUTES if quick else None)
             contest = Contest(subject, rounds=how["rounds"], minutes=minutes)
@@ -692,7 +697,7 @@ def main(
                 contest.close()
                 subject.close()
             document["sizes"].append(found)
-            # After every size: what is known is not lost if the next one breaks off.
+            # Write after each size, so that an error at the next size loses no results.
             (folder / "results.json").write_text(json.dumps(document, indent=1) + "\n")
             show_rows(found)
             broken += [row["name"] for row in found["rows"] if row["name"] in OURS and not row["same_bits"]]
@@ -700,7 +705,7 @@ def main(
             broken += [name for name in failed if name in OURS]
     click.echo(f"written to {folder}")
     if broken:
-        raise click.ClickException(f"failed, or gave other bits: {'; '.join(broken)}")
+        raise click.ClickException(f"these ways failed or gave other bits: {'; '.join(broken)}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
-"""What the saved-tensor hooks cost the training thread, per saved tensor, beyond plain autograd.
+"""Measure the processor time of the saved-tensor hooks for each saved tensor.
 
     python benchmarks/hooks.py
 
-A chain of operations saves one tensor each. The same chain runs plainly, with every tensor kept (it is
-smaller than ``min_tensor_bytes``), with every tensor offloaded and a window that holds them all, so that most
-are forwarded, and with a window that holds a quarter, so that most are read back; all alternating. The figure
-is processor time of the training thread for pack and unpack together: waiting for the drive is not in it,
-copies are, and so are the caches that the other threads and the drive leave cold.
+In a chain of operations, each operation saves one tensor. The chain runs alternately in these ways:
+
+* ``plain`` and ``plain again``: without hooks.
+* ``kept``: each tensor is smaller than ``min_tensor_bytes`` and stays in memory.
+* ``offloaded``: the in-flight window holds all tensors, so backward uses most tensors before their write.
+* ``read back``: the in-flight window holds a quarter of the tensors, so most tensors are read.
+
+Each result is the processor time of the training thread for pack and unpack, minus the time of ``plain``. The
+time includes copies, but not waiting for the drive.
 """
 
 from __future__ import annotations
@@ -28,10 +32,10 @@ LIMITS = {"plain again": None, "kept": 5.0, "offloaded": 40.0, "read back": None
 
 
 class Chain(nn.Module):
-    """A layer whose backward needs a number of tensors: each operation saves its own output.
+    """Layer with a chain of operations that save their outputs for backward.
 
     Args:
-        saved: How many.
+        saved: Number of saved tensors.
     """
 
     def __init__(self, saved: int = SAVED) -> None:
@@ -49,7 +53,7 @@ class Chain(nn.Module):
 def make(
     min_tensor_bytes: int | None, window: int, directory: str, stack: ExitStack
 ) -> tuple[nn.Module, tba.Session | None]:
-    """Return a chain, offloaded from ``min_tensor_bytes`` on, or plain."""
+    """Return a chain and its session. Without ``min_tensor_bytes``, the chain has no session."""
     model = nn.Sequential(Chain())
     if min_tensor_bytes is None:
         return model, None
@@ -62,7 +66,7 @@ def make(
 
 
 def seconds_per_pass(model: nn.Module, session: tba.Session | None, x: torch.Tensor) -> float:
-    """Processor time of this thread for forward and backward."""
+    """Return the processor time of this thread for forward and backward."""
     with session.step() if session else nullcontext():
         began = time.thread_time()
         model(x).sum().backward()
@@ -70,11 +74,13 @@ def seconds_per_pass(model: nn.Module, session: tba.Session | None, x: torch.Ten
 
 
 @click.command()
-@click.option("--rounds", default=200, show_default=True, help="Passes of each kind.")
+@click.option("--rounds", default=200, show_default=True, help="Number of passes in each way.")
 @click.option("--size", default="64KiB", show_default=True, help="Bytes of each saved tensor.")
-@click.option("--directory", default=None, help="Where offloaded bytes go.  [default: a temporary directory]")
+@click.option(
+    "--directory", default=None, help="Directory for offloaded bytes.  [default: a temporary directory]"
+)
 def main(rounds: int, size: str, directory: str | None) -> None:
-    """Measure the cost of pack and unpack."""
+    """Measure the processor time of pack and unpack."""
     torch.set_num_threads(1)
     tba.keep_freed_pages()
     nbytes = parse_size(size)

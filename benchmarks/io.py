@@ -1,16 +1,17 @@
-"""How close the file store comes to the drive: the store as the offloader drives it, against fio.
+"""Compare the rates of the file store with the rates of fio on the same drive.
 
     python benchmarks/io.py DIRECTORY [--json FILE]
     python benchmarks/io.py DIRECTORY --device cuda      bytes of a GPU
 
-For every extent size and direction they take turns on the same drive, several times, so that whatever else
-the machine does disturbs all alike; ``store again`` is the store once more, whose ratio is noise. The
-yardsticks are ``fio --ioengine=psync`` with the same block size and as many jobs as the store has threads
-for that direction, and, where the kernel permits it, ``--ioengine=io_uring`` with the store's batches, two
-in flight for each job. All work on a file that was written before. "mixed" is a write and a read of the same
-amount at once. Beside each rate stands the processor time, and by how many places a transfer of the store
-ended before one that was asked for earlier: one thread ends them in order. Without fio the store is measured
-alone. On a CPU run it with ``GLIBC_TUNABLES=glibc.malloc.hugetlb=1``, as training there.
+For each extent size and direction, the store and fio alternate several times, so that other load on the
+machine affects all of them. The ratio of ``store again`` is noise. fio runs with ``--ioengine=psync``, the
+same block size and as many jobs as the store has threads for the direction. If the kernel permits it, fio
+also runs with ``--ioengine=io_uring`` and the store's batches, two in flight for each job. All runs use a
+file that was written before. "mixed" is a write and a read of the same number of bytes at once.
+
+The output also has the processor time. ``places`` is the largest number of transfers that ended before an
+earlier transfer. Without fio, the store is measured alone. On a CPU, set
+``GLIBC_TUNABLES=glibc.malloc.hugetlb=1``.
 """
 
 from __future__ import annotations
@@ -51,14 +52,20 @@ PAGE = 4096
 STORE, AGAIN = "store", "store again"
 BATCH_BYTES = 4 * MIB
 IN_FLIGHT = 64 * MIB
-"""Bytes queued in each direction, but at least two transfers a thread."""
+"""Number of bytes queued in each direction. At least two transfers for each thread are queued."""
 
 DIRECTIONS = ("write", "mixed", "read")
-"""In this order each run finds what it reads."""
+"""Order of the runs. Each run reads the bytes that an earlier run has written."""
 
 
 class Run(NamedTuple):
-    """One run: bytes a second, processor seconds a GiB, and most places that a transfer was overtaken by."""
+    """Result of one run.
+
+    Attributes:
+        rate: Bytes per second.
+        cpu: Seconds of processor time for each GiB.
+        places: Largest number of transfers that ended before an earlier transfer.
+    """
 
     rate: float
     cpu: float
@@ -66,13 +73,13 @@ class Run(NamedTuple):
 
 
 class Lane:
-    """Transfers of one direction, queued in batches up to a number of them.
+    """Transfers of one direction, queued in batches.
 
     Args:
         store: The store.
-        transfers: Returns the next transfers, up to a given number; an empty list at the end.
-        depth: Transfers that are queued at most.
-        batch: Transfers that are queued at a time.
+        transfers: Function that returns up to a given number of next transfers, or an empty list at the end.
+        depth: Largest number of queued transfers.
+        batch: Number of transfers in a batch.
     """
 
     def __init__(
@@ -84,7 +91,7 @@ class Lane:
         self._is_filled = False
 
     def refill(self) -> None:
-        """Queue transfers, as many as may be."""
+        """Queue batches until ``depth`` transfers are queued."""
         while not self._is_filled and len(self._queued) + self._batch <= self._depth:
             transfers = self._transfers(self._batch)
             self._is_filled = not transfers
@@ -96,27 +103,27 @@ class Lane:
                 ways[transfers[0].extent is not None](transfers)
 
     def wait(self) -> bool:
-        """Wait until half of the transfers have ended, at the end all; return True if more are to come."""
+        """Wait until half of the queued transfers have ended, or all at the end. Return False at the end."""
         left = 0 if self._is_filled else self._depth // 2
         while len(self._queued) > left:
             self._store.wait(self._queued.popleft())
         return not self._is_filled
 
     def places(self, ended: Sequence[Transfer]) -> int:
-        """Return the most transfers that ended before one that was asked for earlier."""
+        """Return the largest number of transfers that ended before an earlier transfer."""
         order = [self._all[transfer] for transfer in ended if transfer in self._all]
         return max((sum(later > own for later in order[:at]) for at, own in enumerate(order)), default=0)
 
     def extents(self) -> list[Extent]:
-        """Return the extents of all transfers, in their order."""
+        """Return the extents of all transfers in the order in which the transfers were queued."""
         return [transfer.extent for transfer in self._all if transfer.extent is not None]
 
 
 class Driver:
-    """Uses a store the way the offloader does: writes take new extents, reads give them back.
+    """User of a store that works like the offloader: writes take new extents, and reads free the extents.
 
-    As in fio, there is a buffer for each transfer that moves at a time and no more, mapped anew for every
-    round: one that is used again stays in the processor's cache, and its physical pages matter as much.
+    As in fio, each transfer that runs has one buffer. Buffers are allocated again for each round, because a
+    buffer that is used again would stay in the processor's cache.
     """
 
     def __init__(
@@ -140,7 +147,7 @@ class Driver:
         return buffer
 
     def run(self, direction: str) -> Run:
-        """Write the whole amount, read what was written last, or both at once."""
+        """Write all bytes, read the bytes of the last write, or do both at once."""
         ways = {"write": self._writes(), "read": self._reads()}
         wanted = ways if direction == "mixed" else {direction: ways[direction]}
         self._device.event().synchronize()  # all buffers are full
@@ -179,7 +186,7 @@ class Driver:
 
 
 class Fio:
-    """The same transfers by fio, in the file of the store: elsewhere on the drive may be faster or slower."""
+    """The same transfers by fio, in the file of the store, because other areas of a drive may be faster."""
 
     def __init__(self, store: FileStore, threads: dict[str, int], amount: int) -> None:
         store.grow(2 * amount)
@@ -193,7 +200,7 @@ class Fio:
             self.engines.append("io_uring")
 
     def run(self, engine: str, direction: str, size: int) -> Run:
-        """Do one run."""
+        """Run fio once."""
         names = ("write", "read") if direction == "mixed" else (direction,)
         jobs = (self._job(engine, name, direction, size) for name in names)
         return self._run(engine, [option for job in jobs for option in job])
@@ -225,7 +232,7 @@ class Fio:
 
 
 def batch_of(size: int) -> int:
-    """Return how many transfers the offloader queues at a time, at least."""
+    """Return the smallest number of transfers in a batch of the offloader."""
     return max(1, BATCH_BYTES // size)
 
 
@@ -238,7 +245,7 @@ def measure(
     amount: int,
     rounds: int,
 ) -> list[dict[str, Any]]:
-    """Run all directions of one size, store and fio in turn; the first round, which allocates, counts not."""
+    """Run all directions of one size with the store and fio in turn. The first round does not count."""
     runs: dict[str, dict[str, list[Run]]] = {name: defaultdict(list) for name in DIRECTIONS}
     for turn in range(rounds + 1):
         for who in (STORE, AGAIN):
@@ -255,7 +262,7 @@ def measure(
 
 
 def result_of(direction: str, size: int, lanes: dict[str, list[Run]]) -> dict[str, Any]:
-    """Return one line of the table; ratios are of the store over the others, round by round."""
+    """Return one line of the table. Ratios divide the store's rate by another rate of the same round."""
     ratios = {
         name: [ours.rate / other.rate for ours, other in zip(lanes[STORE], others, strict=True)]
         for name, others in lanes.items()
@@ -273,7 +280,7 @@ def result_of(direction: str, size: int, lanes: dict[str, list[Run]]) -> dict[st
 
 
 def line_of(result: dict[str, Any]) -> str:
-    """Return a result for people."""
+    """Return a result as text."""
     text = f"{result['direction']:<6} {result['extent_bytes'] // KIB:>6} KiB"
     for name, rates in result["bytes_per_second"].items():
         cpu = statistics.median(result["cpu_seconds_per_gib"][name])
@@ -291,20 +298,21 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("directory", help="a directory on the drive to measure; takes twice the amount")
+    parser.add_argument("directory", help="directory on the drive, with free space for twice --amount")
     sizes = [256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB]
     parser.add_argument("--sizes", type=parse_size, nargs="+", default=sizes, help="such as 256KiB")
-    parser.add_argument("--amount", type=int, default=512, help="MiB that each run moves in each direction")
-    parser.add_argument("--rounds", type=int, default=7, help="how often store and fio take turns")
-    parser.add_argument("--writers", type=int, default=usual, help="threads that write")
-    parser.add_argument("--readers", type=int, default=usual, help="threads that read")
-    parser.add_argument("--device", default="cpu", help="where the bytes are, such as cuda")
+    parser.add_argument("--amount", type=int, default=512, help="MiB of each run in each direction")
+    parser.add_argument("--rounds", type=int, default=7, help="number of rounds of the store and fio")
+    parser.add_argument("--writers", type=int, default=usual, help="number of threads that write")
+    parser.add_argument("--readers", type=int, default=usual, help="number of threads that read")
+    parser.add_argument("--device", default="cpu", help="device of the bytes, such as cuda")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--require", type=float, default=0.0, help="fail if a median ratio is below this")
     options = parser.parse_args(given)
     if shutil.which("fio") is None:
         print(
-            "fio, the yardstick, is not installed; try: apt install fio, or dnf install fio", file=sys.stderr
+            "fio is not installed, so only the store is measured. Run apt install fio, or dnf install fio",
+            file=sys.stderr,
         )
         if options.require:
             return 2
@@ -316,9 +324,7 @@ def main(given: Sequence[str] | None = None) -> int:
         fio = Fio(file, threads, amount) if shutil.which("fio") else None
         path = store.description
         print(f"{file.name}: {path['path']}, {options.writers} writers, {options.readers} readers")
-        print(
-            "medians; ms of processor time for each GiB; rates of the store over the others', and their range"
-        )
+        print("medians: rate, ms of processor time for each GiB; x: the store's rate / another rate (range)")
         for size in options.sizes:
             for result in measure(store, threads, device, fio, size, amount, options.rounds):
                 results.append(result)

@@ -1,4 +1,7 @@
-"""Lanes that benchmarks race: one Megatron GPT under one way of keeping activations, a process each."""
+"""Training runs of a Megatron GPT that benchmarks compare, each in its own process.
+
+A *lane* is one of the compared runs. A *way* is a method that keeps, recomputes or offloads activations.
+"""
 
 from __future__ import annotations
 
@@ -37,20 +40,21 @@ if TYPE_CHECKING:
     Figures = dict[str, Any]
 
 CONTROL = "keep again"
-"""Keep in a second process: its ratio to keep is what the machine's noise can do to any ratio."""
+"""Name of a second run with keep. The ratio of its times to the first run with keep is noise."""
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
-"""Products that a selective checkpoint may save: Megatron masks attention's scores in place."""
+"""Matrix products whose results a selective checkpoint may save. Megatron changes the results of ``baddbmm``
+in place, so these results are not saved."""
 
 SAVE_EVERY = {"save products": 1, "save 2nd product": 2}
-"""The ways that checkpoint selectively, and every how many products one is saved."""
+"""For each way with a selective checkpoint, the number n: the result of every n-th product is saved."""
 
 WAYS = ("keep", "checkpoint", *SAVE_EVERY, "torch.save hooks", "save_on_cpu", "offload")
 WARM_UP = 3
 
 
 class GptRunner:
-    """A GPT that trains on random tokens in one of :data:`WAYS`."""
+    """GPT that trains on random tokens in one of :data:`WAYS`."""
 
     def __init__(self, way: str, *, shape: GptShape, batch_size: int, directory: str, window: str) -> None:
         keep_freed_pages()
@@ -83,7 +87,7 @@ class GptRunner:
         self.close = self._stack.close
 
     def step(self) -> Figures:
-        """Do one step; return its seconds, its loss and, in some steps, the activation peak in bytes."""
+        """Run one step. Return its duration in seconds, its loss and, in some steps, the activation peak."""
         batch = random_batch(self._shape, batch_size=self._batch_size, seed=self._count)
         is_measured, self._count = measures_memory(self._count), self._count + 1
         began = time.perf_counter()
@@ -101,7 +105,7 @@ class GptRunner:
 
 
 def decoder_of(model: nn.Module) -> Any:
-    """Return the part of a Megatron GPT that has its layers."""
+    """Return the module of a Megatron GPT that contains its layers."""
     return next(module for name, module in model.named_modules() if name.split(".")[-1] == "decoder")
 
 
@@ -112,12 +116,12 @@ def wrap_layers(model: nn.Module, wrapped: Callable[[Callable[..., Any]], Callab
 
 
 def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a layer's forward that is recomputed, as ``torch.utils.checkpoint`` does it."""
+    """Return a layer's forward, recomputed in backward by ``torch.utils.checkpoint``."""
     return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def selectively_checkpointed(forward: Callable[..., Any], *, every: int) -> Callable[..., Any]:
-    """Return a layer's forward that saves some matrix products and recomputes all else."""
+    """Return a layer's forward that saves some matrix products and recomputes all other tensors."""
 
     def contexts() -> tuple[Any, Any]:
         counts = {False: 0, True: 0}  # of the forward and of its repetition
@@ -137,7 +141,7 @@ def selectively_checkpointed(forward: Callable[..., Any], *, every: int) -> Call
 
 
 class SavedFile:
-    """A file that goes with the object."""
+    """File that is deleted together with this object."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -147,7 +151,7 @@ class SavedFile:
 
 
 def saving_to(folder: Path) -> Callable[[torch.Tensor], Any]:
-    """Return a hook that saves a file a tensor, as tutorials show it; parameters stay."""
+    """Return a pack hook that writes each tensor to a file. Parameters stay in memory."""
     numbers = itertools.count()
 
     def pack(tensor: torch.Tensor) -> Any:
@@ -161,23 +165,26 @@ def saving_to(folder: Path) -> Callable[[torch.Tensor], Any]:
 
 
 def load(packed: Any) -> torch.Tensor:
-    """Return what a hook of :func:`saving_to` packed."""
+    """Return the tensor that a hook of :func:`saving_to` has saved."""
     return torch.load(packed.path) if isinstance(packed, SavedFile) else packed
 
 
 # The command line
 
 dtype_option = click.option(
-    "--dtype", type=click.Choice(["auto", "bf16", "fp32"]), default="auto", help="auto: the faster one."
+    "--dtype",
+    type=click.Choice(["auto", "bf16", "fp32"]),
+    default="auto",
+    help="'auto' takes the faster one.",
 )
 directory_option = click.option(
-    "--directory", type=click.Path(exists=True), help="Where files go.  [default: a temporary directory]"
+    "--directory", type=click.Path(exists=True), help="Directory for files.  [default: a temporary directory]"
 )
 json_option = click.option("--json", "json_file", default=None, help="Also write the figures to this file.")
 
 
 def shape_of(*, hidden: int, dtype: str, **shape: Any) -> GptShape:
-    """Return a model with heads of 128, in a dtype that is measured if it is auto, and says which and why."""
+    """Return the shape of a model with heads of width 128, and print its dtype and the reason."""
     chosen, why = choose_dtype(dtype, training_device())
     click.echo(why)
     return GptShape(
@@ -194,7 +201,10 @@ def race_ways(
     directory: str | None,
     base: str = "keep",
 ) -> list[Figures]:
-    """Race lanes, name to way and model; return a row for each, whose ratios are to the lane ``base``."""
+    """Train all lanes in alternating steps. Return a row for each lane, with ratios to the lane ``base``.
+
+    ``lanes`` has the way and the model of each lane.
+    """
     parse_size(window)
     with contextlib.ExitStack() as stack:
         place = directory or stack.enter_context(tempfile.TemporaryDirectory(prefix="tba-bench-"))
@@ -210,12 +220,12 @@ def race_ways(
 
 
 def shown_race(entrants: Mapping[str, Entrant], rounds: int) -> dict[str, list[Figures]]:
-    """Return a race whose progress is shown on stderr."""
+    """Return the results of a race, and show its progress on stderr."""
     return race(entrants, rounds, say=partial(click.echo, err=True))
 
 
 def row_of(name: str, steps: Sequence[Figures], base: Sequence[Figures]) -> Figures:
-    """Return peak, time and the ratios to another lane; the time of measured rounds does not count."""
+    """Return peak, time and the ratios to another lane. Rounds that measure memory have no times."""
     rounds = timed_rounds(steps[WARM_UP:], base[WARM_UP:], measured=lambda step: step["peak"] is not None)
     seconds, others = ([step[lane]["seconds"] for step in rounds] for lane in range(2))
     peak, base_peak = (max(step["peak"] or 0 for step in each[WARM_UP:]) for each in (steps, base))
@@ -230,7 +240,7 @@ def row_of(name: str, steps: Sequence[Figures], base: Sequence[Figures]) -> Figu
 
 
 def print_table(rows: Sequence[Figures], json_file: str | None) -> None:
-    """Print the rows of :func:`row_of`, and write them if asked."""
+    """Print the rows of :func:`row_of`, and write the rows to a file if a file is given."""
     show(
         ("", "peak MiB", "x keep", "step s", "x keep (quartiles)", "losses"),
         [
@@ -249,7 +259,7 @@ def print_table(rows: Sequence[Figures], json_file: str | None) -> None:
 
 
 def show(heads: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> None:
-    """Print a table: numbers to the right, and nothing cut where the output is no terminal."""
+    """Print a table. If the output is not a terminal, no cell is cut."""
     table = Table(title=title, box=None)
     for number, head in enumerate(heads):
         table.add_column(head, justify="right" if number else "left")
@@ -260,6 +270,6 @@ def show(heads: Sequence[str], rows: Sequence[Sequence[str]], title: str | None 
 
 
 def write_json(document: object, json_file: str | None) -> None:
-    """Write figures if asked."""
+    """Write a document to a JSON file if a file is given."""
     if json_file is not None:
         Path(json_file).write_text(json.dumps(document, indent=2, default=vars) + "\n")

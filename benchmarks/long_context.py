@@ -1,24 +1,28 @@
-"""What long contexts cost: recompute-offload beside the checkpointing of transformers.
+"""Compare recompute-offload with the checkpointing of transformers at long sequences.
 
     python benchmarks/long_context.py                                   a Llama of width 512, 2k to 16k tokens
-    python benchmarks/long_context.py --context 2048 --layers 6 --layers 24    is the peak flat in depth?
-    python benchmarks/long_context.py --context 8192 --rate 1.2x --rate 0.8x   a drive that is held to rates
+    python benchmarks/long_context.py --context 2048 --layers 6 --layers 24    peaks at two numbers of layers
+    python benchmarks/long_context.py --context 8192 --rate 1.2x --rate 0.8x   drives with limited rates
     python benchmarks/long_context.py --device cuda --model 8b --context 32768 --json 8b.json
 
-A step is forward and backward of one sequence of random tokens, with a loss in chunks of tokens. Every lane
-trains in a process of its own, and single steps alternate. Ratios are to ``checkpointing``, transformers'
-switch; that of ``checkpointing again`` is noise. ``checkpointing to host`` is the switch's own offloading, on
-an accelerator only. ``keep`` races if the estimate of its peak is at most --memory. ``host`` and ``drive``
-take the switch over: they are recompute-offload. With --rate, a second race has drives that read and write R
-bytes a second, without and with host memory first; 1.2x is 1.2 times the need of the lane ``drive``, which
-then always races.
+A step is forward and backward of one sequence of random tokens, with a loss in chunks of tokens. A *lane* is
+one of the compared methods. Each lane trains in its own process, and the processes alternate step by step.
 
-FILE of --json is written after each race; what is in it is not raced again, and is drawn too.
+* ``checkpointing`` is the checkpointing of transformers. All ratios are to this lane.
+* ``checkpointing again`` is a second run of ``checkpointing``. Its ratio is noise.
+* ``checkpointing to host`` is transformers' own offloading, which needs an accelerator.
+* ``host`` and ``drive`` use recompute-offload, with a store in host memory or on the drive.
+* ``keep`` runs if the estimate of its peak is at most --memory.
 
-Need: the bytes that layers save, divided by the time of the forward. The need in brackets is predicted: the
-bytes that the sizes of the model give, divided by the forward of checkpointing, which uses no store. Had: the
-rate of the drive while it wrote. Expected waits: the time to write all but a window of the bytes, less the
-time in which layers compute after the first write began.
+With --rate, a second comparison limits the rate of the drive, without host memory and with host memory before
+the drive. A rate of 1.2x is 1.2 times the needed rate of the lane ``drive``.
+
+FILE of --json is written after each comparison. Comparisons whose results are in FILE are not repeated.
+
+The column *need* has the bytes that layers save, divided by the time of the forward. The need in
+parentheses is predicted from the sizes of the model and the forward time of checkpointing. *Had* is the rate
+of the drive while it wrote. The expected wait is the time to write all bytes beyond the in-flight window,
+minus the time in which layers compute after the first write began.
 """
 
 from __future__ import annotations
@@ -75,23 +79,23 @@ if TYPE_CHECKING:
 BASE, CONTROL = "checkpointing", "checkpointing again"
 LANES = "host", "drive", "checkpointing to host", "keep"
 WARM_UP = 2
-"""Rounds that do not count. On a CPU only the second one measures memory, because samples take time."""
+"""Number of first rounds that do not count. On a CPU, only the second round measures memory."""
 
 CHUNK = 512
 """Tokens in a chunk of the loss."""
 
 FEW = 2
-"""Layers of the model that is estimated, because an estimate of few layers is faster."""
+"""Number of layers in the estimate of keep's peak. An estimate of few layers is faster."""
 
 SMALL = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 4, "vocab_size": 4096}
 LARGE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "vocab_size": 128256}
 MODELS: dict[str, Figures] = {"small": SMALL, "8b": LARGE | {"num_key_value_heads": 8}}
-"""Sizes of Llamas; ``8b`` has the layers of an 8B."""
+"""Sizes of Llama models. ``8b`` has the layers of Llama 3 8B."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A model and its context."""
+    """Model and sequence length."""
 
     model: str
     layers: int
@@ -106,11 +110,11 @@ class Shape:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of the inputs of all layers. Cosine and sine, which layers share, stay in memory."""
+        """Bytes of the inputs of all layers, without the tables of rotary embeddings."""
         return self.layers * MODELS[self.model]["hidden_size"] * self.context * DTYPES[self.dtype].itemsize
 
     def build(self, device: str) -> Any:
-        """Return the model, with gradients of zero: they shall not count as activations."""
+        """Return the model, with allocated gradients, so that gradients do not count as activations."""
         import transformers
 
         torch.manual_seed(1)
@@ -126,16 +130,17 @@ class Shape:
 
 
 class ContextRunner:
-    """A model that trains on one sequence a step.
+    """Model that trains on one sequence per step.
 
-    ``switch`` has arguments of transformers' switch for checkpointing, ``policy`` is this package's, and the
-    drive is held to ``rate`` bytes a second in each direction. ``None`` does without.
+    ``switch`` has the arguments of transformers' checkpointing; ``None`` switches checkpointing off.
+    ``policy`` is the policy of tba-offload; ``None`` trains without tba-offload. ``rate`` limits the drive,
+    in bytes per second and direction; ``None`` sets no limit.
     """
 
     def __init__(
         self, shape: Shape, device: str, *, switch: Any = None, policy: Any = None, rate: float | None = None
     ) -> None:
-        warnings.simplefilter("ignore", tba.NothingSavedWarning)  # of host memory on a CPU
+        warnings.simplefilter("ignore", tba.NothingSavedWarning)  # host memory saves no memory on a CPU
         keep_freed_pages()
         self._shape, self._device, self._count = shape, device_of(torch.device(device)), 0
         self._stack = contextlib.ExitStack()
@@ -154,7 +159,7 @@ class ContextRunner:
                 put_around(session.store, partial(taking_time, rate), tier="drive")
 
     def step(self) -> Figures:
-        """Do one step; return its times, loss, transfers and waits, and its peak if it was measured."""
+        """Run one step. Return its times, loss, transfers and waits, and its peak if measured."""
         number, self._count = self._count, self._count + 1
         session, moves = self._session, list[Any]()
         size, generator = (1, self._shape.context + 1), torch.Generator().manual_seed(number)
@@ -203,7 +208,7 @@ def chunked_loss(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
 
 
 def transfers(record: tba.StepRecord, moves: Sequence[Moved]) -> Figures:
-    """Return what a step saved and wrote to the drive, the drive's rate while it wrote, and the wait."""
+    """Return the bytes that a step saved and wrote to the drive, the rate while it wrote, and the wait."""
     writes = [each for each in moves if each.writes and each.place != "host memory"]
     busy = until = 0.0
     for each in sorted(writes, key=lambda each: each.began):
@@ -220,9 +225,9 @@ def transfers(record: tba.StepRecord, moves: Sequence[Moved]) -> Figures:
 
 @dataclasses.dataclass
 class Bench:
-    """The races of one model at one context.
+    """Comparisons of one model at one sequence length.
 
-    ``forward`` is the time of a forward of checkpointing in the last race.
+    ``forward`` is the forward time of checkpointing in the last comparison.
     """
 
     shape: Shape
@@ -233,7 +238,7 @@ class Bench:
     forward: float = 0.0
 
     def race(self, lanes: Mapping[str, Figures]) -> dict[str, Figures]:
-        """Race lanes beside checkpointing; return a row of figures for each."""
+        """Compare lanes with checkpointing. Return a row of figures for each lane."""
         lanes = {BASE: {"switch": {}}, CONTROL: {"switch": {}}, **lanes}
         common = {"shape": self.shape, "device": self.device}
         entrants = {name: Entrant(ContextRunner, common | lane) for name, lane in lanes.items()}
@@ -245,7 +250,7 @@ class Bench:
         return rows
 
     def policy(self, **store: Any) -> Figures:
-        """Return a lane of this package with a store: it takes over the switch, and offloads inputs."""
+        """Return a lane with tba-offload, which takes over checkpointing and offloads inputs to a store."""
         budget = {"in_flight_bytes": self.window}
         return {"switch": {}, "policy": {"default": "offload", "budget": budget, "store": store}}
 
@@ -259,7 +264,7 @@ class Bench:
         return self.race({name: lane for name, lane in lanes.items() if name in wanted})
 
     def held(self, drive: Figures, rates: Sequence[str], capacity: int) -> dict[str, Figures]:
-        """Race drives that are held to rates, without and with host memory first."""
+        """Compare drives with limited rates, without host memory and with host memory before the drive."""
         store = {"kind": "file", "directories": [self.place], "readers": 1, "writers": 1}
         first = {"order": ["host", "drive"], "host_capacity": capacity}
         lanes = {}
@@ -311,7 +316,7 @@ def row_of(name: str, shape: Shape, steps: Sequence[Figures], base: Sequence[Fig
 
 
 def show_rows(rows: Sequence[Figures], title: str) -> None:
-    """Print the rows of one context."""
+    """Print the rows of one sequence length."""
 
     def cell(row: Figures, key: str, form: str, by: float = 1.0, beside: str = "") -> str:
         known = [f"{row[each] / by:{form}}" for each in (key, beside) if row.get(each) is not None]
@@ -333,7 +338,7 @@ def show_rows(rows: Sequence[Figures], title: str) -> None:
 
 
 def lines_of(rows: Sequence[Figures]) -> dict[str, list[Figures]]:
-    """Return the rows of each model and lane by context, without those of drives held to rates."""
+    """Return the rows of each lane, sorted by sequence length, without drives with limited rates."""
     found: dict[str, list[Figures]] = {}
     deep, mixed = (len({row[key] for row in rows}) > 1 for key in ("layers", "dtype"))
     for row in sorted(rows, key=lambda row: row["context"]):
@@ -344,7 +349,7 @@ def lines_of(rows: Sequence[Figures]) -> dict[str, list[Figures]]:
 
 
 def show_growth(rows: Sequence[Figures], memory: int) -> None:
-    """Print how peaks grow with depth, and the longest contexts by the lines through two peaks."""
+    """Print how peaks grow with the number of layers, and the estimated longest sequences."""
     same = itemgetter("name", "dtype", "context")
     for name, line in lines_of(rows).items():
         for row in line:
@@ -360,7 +365,7 @@ def show_growth(rows: Sequence[Figures], memory: int) -> None:
 
 
 def draw(rows: Sequence[Figures], prefix: str) -> None:
-    """Draw tokens a second over peaks, and contexts over memory."""
+    """Draw tokens per second over peaks, and sequence lengths over peaks."""
     points = [
         rok.RokPoint(
             strategy=name,
@@ -404,19 +409,19 @@ def draw(rows: Sequence[Figures], prefix: str) -> None:
 @click.option("--dtype", "dtypes", type=click.Choice(list(DTYPES)), multiple=True, default=("fp32",))
 @click.option("--model", type=click.Choice(list(MODELS)), default="small")
 @click.option("--device", default="cpu")
-@click.option("--steps", type=click.IntRange(min=1), default=5, help="Timed steps of a lane.")
+@click.option("--steps", type=click.IntRange(min=1), default=5, help="Number of timed steps of a lane.")
 @click.option("--lane", "wanted", type=click.Choice(LANES), multiple=True, default=LANES)
-@click.option("--rate", "rates", multiple=True, help="Hold the drive to a rate: 200MB, or 1.2x of the need.")
-@click.option("--share", default=0.5, help="Share of the bytes that host memory takes first.")
-@click.option("--window", default=3.0, help="Bytes in flight, in inputs of a layer.")
-@click.option("--memory", default="4GiB", help="Memory for activations.")
+@click.option("--rate", "rates", multiple=True, help="Limit of the drive: 200MB, or 1.2x the needed rate.")
+@click.option("--share", default=0.5, help="Share of the bytes that fit in host memory, with --rate.")
+@click.option("--window", default=3.0, help="Size of the in-flight window, in inputs of a layer.")
+@click.option("--memory", default="4GiB", help="Available memory for activations.")
 @click.option("--picture", help="Draw PICTURE-rok.svg and PICTURE-contexts.svg.")
 @directory_option
 @json_option
 def main(
     *, contexts: Any, depths: Any, dtypes: Any, model: str, json_file: str | None, **options: Any
 ) -> None:
-    """Race at every context."""
+    """Compare all lanes at each sequence length."""
     memory, wanted = parse_size(options["memory"]), {*options["wanted"], *["drive"] * bool(options["rates"])}
     rows: list[Figures] = json.loads(Path(json_file).read_text()) if Path(json_file or "").is_file() else []
     with tempfile.TemporaryDirectory(prefix="tba-bench-", dir=options["directory"]) as place:

@@ -1,17 +1,17 @@
-"""The real ``pretrain_gpt.py`` of a Megatron-LM checkout, with and without offloading, in many layouts.
+"""Run ``pretrain_gpt.py`` of a Megatron-LM checkout in many parallel layouts, with and without offloading.
 
     bash benchmarks/megatron_matrix.sh CHECKOUT
 
-Each layout trains in processes of its own: untouched and without flags; with every layer placed keep; and
-with offloading through each door, the launcher and the patch. All must print the same figures, and save the
-same tensors (parameters, optimizer, random numbers), bit for bit. Without a GPU they train on the CPU, with
-gloo.
+For each layout, the script trains without tba-offload (``plain``), with the placement keep, with offloading
+through the launcher, and with offloading through the patch. All trainings must print the same figures, and
+save the same tensors (parameters, optimizer states, random states), bit for bit. Without a GPU, training runs
+on the CPU with gloo.
 
-With ``--resume`` each training ends after some iterations, and is resumed in another process: plain from
-plain, with offloading from plain, and plain from a checkpoint of a run with offloading.
+With ``--resume``, each training stops after some iterations and is resumed in another process: plain after
+plain, offloading after plain, and plain after offloading.
 
-The checkout is copied, and stays as it is. Times are those that Megatron prints; since the ways do not
-alternate, their ratio is rough: the lane ``keep`` beside ``plain`` shows how rough.
+The script works on a copy of the checkout. Times are the times that Megatron prints. The trainings do not
+alternate, so ratios of times are rough. The ratio of ``keep`` to ``plain`` shows how rough.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MIXED = f"{OFFLOAD_ALL}layers:\n- match: 0\n  placement: keep\n- match: 2\n  pla
 RECOMPUTE = f"default: recompute\n{OFFLOAD_ALL}"
 OFFLOAD_REMAT = f"default: offload-remat\n{OFFLOAD_ALL}"
 STATES = "\nstates:\n  sub_group_bytes: 64KiB\n"
-"""Part of a policy: sub-groups so small that those of the tiny models do not all fit into the slots."""
+"""Part of a policy: small sub-groups, so that tiny models have more sub-groups than slots."""
 
 SEQUENCE = 128
 MODEL = f"""
@@ -78,7 +78,7 @@ BALANCED = f"""
 """
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 RAMP_UP = (4, 4, 6)
-"""Batch sizes of the first iterations, in the layout whose batches grow."""
+"""Batch sizes of the first iterations in the layout with growing batches."""
 
 WRITTEN, RECOMPUTED = ("offloaded_bytes", "read_bytes"), ("recomputed_scopes",)
 REBUILT, BOTH = ("offloaded_bytes", "rebuilt_bytes"), ("offloaded_bytes", "recomputed_scopes")
@@ -86,9 +86,9 @@ REBUILT, BOTH = ("offloaded_bytes", "rebuilt_bytes"), ("offloaded_bytes", "recom
 
 @dataclass(frozen=True)
 class Layout:
-    """One way of training: Megatron's flags beside :data:`MODEL`, and the policy of the runs with offloading.
+    """Flags of Megatron in addition to :data:`MODEL`, and the policy of the runs with offloading.
 
-    Figures of the run log that are named in ``proof`` must not be zero: the policy took effect.
+    ``proof`` names figures of the run log that must not be zero, to prove that the policy took effect.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Layout:
     validations: int = 2
 
     def command_line(self, iterations: int, *, has_schedules: bool) -> list[str]:
-        """Return Megatron's flags; batch sizes follow a schedule since 0.19, and ramped up before."""
+        """Return Megatron's flags. Growing batch sizes need other flags since Megatron 0.19."""
         flags = f"{MODEL} {self.flags} {MACHINE}".split()
         if not self.grows:
             return [*flags, "--train-iters", str(iterations), "--global-batch-size", "8"]
@@ -136,20 +136,20 @@ DETERMINISTIC = {} if ON_CPU else {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG
 if ON_CPU:  # on a GPU core_v0.19.0 leaves a model on the CPU that was initialized there
     MACHINE = "--distributed-backend gloo --use-cpu-initialization"
 PLAIN = "tba_lab.megatron_cpu_scripts" if ON_CPU else None
-"""What runs a script without the launcher."""
+"""Module that runs a script without the launcher on a CPU."""
 
 LOOPBACK, DOORS = "127.0.0.1", ("launch", "patch")
 FIRST_PART = 3
-"""Iterations before the end of the process, in trainings that are resumed."""
+"""Number of iterations before a training that is resumed stops."""
 
 
 class RunFailedError(Exception):
-    """A run ended badly, or did not do what it should."""
+    """A run failed, or its policy took no effect."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one training printed, saved (digests of tensors) and logged, a run log a rank."""
+    """Output of one training: printed figures, digests of saved tensors, and one run log per rank."""
 
     iterations: list[dict[str, str]]
     milliseconds: list[float]
@@ -165,12 +165,12 @@ class Run:
 
     @property
     def logged_losses(self) -> list[str]:
-        """The losses in the run logs, to the last bit."""
+        """Losses in the run logs, with all bits."""
         return [step.loss.hex() for log in self.logs for step in log.steps if step.loss is not None]
 
     @property
     def peaks(self) -> list[int]:
-        """Activation peak of each rank after the first step."""
+        """Activation peak of each rank, without the first step."""
         return [max(step.activation_peak_bytes or 0 for step in log.steps[1:]) for log in self.logs]
 
     def total(self, figure: str) -> int:
@@ -180,25 +180,25 @@ class Run:
 
 @dataclass(frozen=True)
 class Part:
-    """What one process does of a training that is resumed: where its checkpoints go, and come from."""
+    """Directories of the checkpoints that one process of a resumed training saves and loads."""
 
     saved: Path
     loaded: Path | None = None
 
     @property
     def flags(self) -> list[str]:
-        """Megatron's flags."""
+        """Flags of Megatron for these directories."""
         if self.loaded is None:
             return ["--ckpt-format", "torch_dist", "--exit-interval", str(FIRST_PART)]
         return ["--ckpt-format", "torch_dist", "--load", str(self.loaded), "--auto-detect-ckpt-format"]
 
 
 Way = Callable[..., Run]
-"""Trains a layout, or a part of it."""
+"""Function that trains a layout, or a part of its iterations."""
 
 
 class Matrix:
-    """Runs layouts of one checkout, which is not written to; everything temporary goes to ``place``."""
+    """Trainings with copies of one checkout. All files are written to ``place``."""
 
     def __init__(
         self, checkout: Path, place: Path, *, iterations: int, timeout: float, states: bool = False
@@ -213,14 +213,14 @@ class Matrix:
         self._has_schedules = "step_batch_size_schedule" in calculator.read_text(encoding="utf-8")
 
     def patch(self) -> None:
-        """Put the patch into one of the copies, as a user would."""
+        """Patch one of the copies with ``tba-offload patch``."""
         command = [sys.executable, "-m", "tba_offload", "patch", str(self._patched)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RunFailedError(f"tba-offload patch: {done.stderr.strip()}")
 
     def ways(self, doors: Sequence[str], *, resume: bool) -> dict[str, Way]:
-        """Return how a layout is trained; the first way is what the others are compared with."""
+        """Return the ways to train a layout. The other ways are compared with the first way."""
         offloading = {door: functools.partial(self.through, door) for door in doors}
         if not resume:
             keep = functools.partial(self._launched, flags=["--tba-placement", "keep"])
@@ -232,18 +232,18 @@ class Matrix:
         return ways
 
     def plain(self, layout: Layout, part: Part | None = None) -> Run:
-        """Return the untouched script, without our flags."""
+        """Train without tba-offload."""
         return self._run(layout, self._untouched, [PLAIN] if PLAIN else [], part=part)
 
     def resumed(self, first: Way, second: Way, layout: Layout) -> Run:
-        """Train in two processes; return what the second one printed and saved."""
+        """Train in two processes. Return the output of the second process."""
         with tempfile.TemporaryDirectory(dir=self._place) as directory:
             half = Path(directory) / "half"
             first(layout, Part(half))
             return second(layout, Part(Path(directory) / "saved", half))
 
     def through(self, door: str, layout: Layout, part: Part | None = None) -> Run:
-        """Train with offloading."""
+        """Train with offloading, through the launcher or the patch."""
         policy, store = self._place / "policy.yaml", self._place / "store"
         policy.write_text(layout.policy + (STATES if self._states else ""))
         store.mkdir(exist_ok=True)
@@ -304,15 +304,15 @@ class Matrix:
                 f"losses of evaluations, and saved {len(run.state)} tensors"
             )
         if run.logs and [len(log.steps) for log in run.logs] != [wanted] * layout.ranks:
-            raise RunFailedError(f"the run logs have not {wanted} steps for each of {layout.ranks} ranks")
+            raise RunFailedError(f"not all run logs of the {layout.ranks} ranks have {wanted} steps")
 
 
 # Processes
 
 
 def python_of(ranks: int) -> list[str]:
-    """Return what runs a script or a module in some processes; each rank has a file for its errors."""
-    if ranks == 1:  # by environment variables, since torch's launcher takes seconds
+    """Return the command that runs a script or module in some processes. Each rank has a file for errors."""
+    if ranks == 1:  # with environment variables, because torch's launcher takes seconds
         return [sys.executable]
     options = ["--nproc-per-node", str(ranks), "--master-addr", LOOPBACK, "--master-port", str(free_port())]
     return [sys.executable, "-m", "torch.distributed.run", *options, "--log-dir", "ranks", "--redirects", "2"]
@@ -326,7 +326,7 @@ def free_port() -> int:
 
 
 def output_of(command: Sequence[str], cwd: Path, timeout: float) -> str:
-    """Return what a command prints; when it has ended, none of its processes is left."""
+    """Return the output of a command. All processes of the command are ended."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     environment = os.environ | DETERMINISTIC | alone
     environment |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
@@ -351,7 +351,7 @@ def output_of(command: Sequence[str], cwd: Path, timeout: float) -> str:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Yield the processes below one: the workers of torch's launcher are in groups of their own."""
+    """Yield the ids of all child processes. The workers of torch's launcher have their own process groups."""
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, task.read_text().split()):
             yield from descendants(child)
@@ -365,7 +365,7 @@ VALIDATION = re.compile(r"validation loss at (.*?)(?: *\|? *| \| WARNING:.*)\n")
 
 
 def iterations_in(output: str) -> tuple[list[dict[str, str]], list[float]]:
-    """Return what is printed about every iteration, and its time."""
+    """Return the printed figures and the time of each iteration."""
     iterations, times = [], []
     for line in ITERATION.findall(output):
         own = line.partition("[Rank")[0]  # another rank may print how much memory it has into the same line
@@ -376,7 +376,7 @@ def iterations_in(output: str) -> tuple[list[dict[str, str]], list[float]]:
 
 
 def state_in(saved: Path) -> tuple[dict[str, str], int]:
-    """Return digests of all tensors in the checkpoints, and their size; what else is there may differ."""
+    """Return digests of all tensors in the checkpoints, and the number of bytes of these tensors."""
     tensors: dict[str, bytes] = {}
     for path in saved.rglob(".metadata"):
         tensors |= {f"{path.parent.name}: {name}": data for name, data in shards(path)}
@@ -390,7 +390,7 @@ def state_in(saved: Path) -> tuple[dict[str, str], int]:
 
 
 def shards(metadata_file: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the tensors of a distributed checkpoint; in which order they lie in the files may differ."""
+    """Yield the tensors of a distributed checkpoint. Their order in the files may differ between runs."""
     metadata = FileSystemReader(metadata_file.parent).read_metadata()
     for index, place in metadata.storage_data.items():
         if isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
@@ -404,7 +404,7 @@ def shards(metadata_file: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def differences(run: Run, plain: Run) -> list[str]:
-    """Return what one run printed or saved otherwise than the run without offloading."""
+    """Return the differences between the outputs of a run and the run without offloading."""
     found = [
         f"iteration {number}: {name} {ours.get(name)} instead of {theirs.get(name)}"
         for number, (ours, theirs) in enumerate(zip(run.iterations, plain.iterations, strict=True), 1)
@@ -420,7 +420,7 @@ def differences(run: Run, plain: Run) -> list[str]:
 
 
 def differences_of(runs: dict[str, Run]) -> dict[str, list[str]]:
-    """Return for each way what differs from the run without flags."""
+    """Return the differences of each way from the run without offloading."""
     found = {way: differences(run, runs["plain"]) for way, run in runs.items()}
     for way, run in runs.items():
         if run.logs and "keep" in runs and run.logged_losses != runs["keep"].logged_losses:
@@ -433,7 +433,7 @@ HEADS += ("activation peak of each rank, all kept, MiB", "offloading, MiB", "off
 
 
 def cells(layout: Layout, runs: dict[str, Run]) -> list[str]:
-    """Return a row of the table of figures; where the doors differ, a value for each."""
+    """Return a row of the table, with values for the launcher and the patch."""
     plain, logged = runs["plain"], {way: run for way, run in runs.items() if run.logs}
     doors = [run for way, run in logged.items() if way != "keep"]
     different = differences_of(runs)
@@ -458,7 +458,7 @@ def mib(size: int) -> str:
 
 
 def run_layout(layout: Layout, ways: dict[str, Way]) -> dict[str, Run] | str:
-    """Return all runs of one layout, or what went wrong."""
+    """Return all runs of one layout, or an error message."""
     runs: dict[str, Run] = {}
     for way, train in ways.items():
         click.echo(f"{layout.name}: {way}", err=True)
@@ -483,15 +483,17 @@ def run_layout(layout: Layout, ways: dict[str, Way]) -> dict[str, Run] | str:
 @click.option("--iterations", type=click.IntRange(min=FIRST_PART + 1), default=5, show_default=True)
 @click.option("--door", type=click.Choice([*DOORS, "both"]), default="both", show_default=True)
 @click.option("--states", is_flag=True, help="Offload the states of the optimizer too.")
-@click.option("--flags", default="", help="More flags of Megatron's, as --use-distributed-optimizer.")
-@click.option("--resume", is_flag=True, help="Resume trainings in another process, in the other mode.")
+@click.option("--flags", default="", help="More flags of Megatron, such as --use-distributed-optimizer.")
+@click.option("--resume", is_flag=True, help="Resume each training in another process.")
 @click.option("--timeout", default=300.0, show_default=True, help="Seconds for each run.")
-@click.option("--markdown", "file", type=click.Path(path_type=Path), help="Also write the table here.")
+@click.option(
+    "--markdown", "file", type=click.Path(path_type=Path), help="Also write the table to this file."
+)
 def main(
     *, checkout: Path, names: list[str], door: str, flags: str, resume: bool, file: Path | None, **limits: Any
 ) -> None:
     """Train with CHECKOUT in every layout, with and without offloading, and compare."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C: nothing is left
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # clean up as after Ctrl-C
     if not (checkout / "pretrain_gpt.py").is_file():
         raise click.BadParameter(f"{checkout} has no pretrain_gpt.py", param_hint="CHECKOUT")
     doors = DOORS if door == "both" else (door,)

@@ -1,17 +1,17 @@
-"""Is the plan as good as the best of the simple ones? `auto` against policies written by hand.
+"""Compare the step time of `auto` with policies written by hand.
 
-    python benchmarks/planner.py                      every budget, with the drive as it is
+    python benchmarks/planner.py                      every budget, on the drive without a limit
     python benchmarks/planner.py --model moe          another model
-    python benchmarks/planner.py --rate 200MB         on a drive slowed down to 200 MB/s in each direction
-    python benchmarks/planner.py --budget 0           without a budget, against keep and offload
+    python benchmarks/planner.py --rate 200MB         on a drive limited to 200 MB/s in each direction
+    python benchmarks/planner.py --budget 0           without a budget, compared with keep and offload
     python benchmarks/planner.py --grid --json FILE   five models, four budgets, and four drives
 
-For every ``--budget`` (percent of keep's activation peak; 0 for none) auto races policies that a user could
-write down: keep the last layers and offload, or recompute, the others, as many as fit; offload or recompute
-all; half and half. One process each, single steps alternating. Policies that do not fit the budget race too,
-and count not. The lane ``keep again`` is keep in a second process: its ratio to keep is noise. FILE is
-written after each race; a race that is in it already is not run again, so that a grid goes on where it was
-stopped.
+For each ``--budget`` (percent of keep's activation peak; 0 for no budget), auto is compared with policies
+that a user could write: keep as many of the last layers as fit and offload or recompute the other layers;
+offload or recompute all layers; recompute one half and offload the other half. Each policy trains in its own
+process, and the processes alternate step by step. Policies whose peak exceeds the budget do not count. The
+ratio of ``keep again`` to keep is noise. FILE is written after each comparison. A comparison whose results
+are in FILE is not repeated, so a stopped grid can be continued.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     Figures = dict[str, Any]
 
 WARM_UP = 4
-"""Steps that do not count: in the first three auto learns, in the fourth its plan starts."""
+"""Number of first steps that do not count. In the first three steps, auto measures placements."""
 
 VOCABULARY = 1024
-"""Tokens: logits shall not be what peaks."""
+"""Size of the vocabulary. It is small, so that memory does not peak at the logits."""
 
 MODELS: dict[str, Figures] = {
     "gpt": {"family": "gpt2"},
@@ -63,11 +63,11 @@ MODELS: dict[str, Figures] = {
     "wide and narrow": {"family": "mixed"},
     "long sequences": {"family": "llama", "sequence": 1024, "batch_size": 1},
 }
-"""The families of models, and what is special about their shape."""
+"""For each model, its family and the sizes that differ from the command line."""
 
 AS_IT_IS = "as it is"
 RATES = (AS_IT_IS, "400MB", "200MB", "100MB")
-"""The drives of ``--grid``."""
+"""Rates of the drives of ``--grid``."""
 
 # Models
 
@@ -100,7 +100,7 @@ def build(family: str, shape: GptShape) -> nn.Module:
 
 
 class PlanRunner:
-    """A model that trains on random tokens under a policy; ``rate`` is the drive's, bytes a second."""
+    """Model that trains on random tokens with a policy. ``rate`` limits the drive, in bytes per second."""
 
     def __init__(
         self, *, config: Figures, shape: GptShape, family: str, batch_size: int, rate: int | None
@@ -121,7 +121,7 @@ class PlanRunner:
         self.close = self._stack.close
 
     def step(self) -> Figures:
-        """Do one step; return its time, loss, peak if it was measured, stall, plan and prediction."""
+        """Run one step. Return its time, loss, peak (if measured), predicted peak and plan."""
         number, self._count = self._count, self._count + 1
         tokens = random_batch(self._shape, batch_size=self._batch_size, seed=number)["tokens"]
         placements = Counter(map(str, self._session.plan.placements))
@@ -142,7 +142,7 @@ class PlanRunner:
 
 @dataclasses.dataclass
 class Bench:
-    """The races of one model; ``common`` is what its lanes have in common."""
+    """Comparisons of one model. ``common`` has the arguments that all lanes share."""
 
     place: str
     window: str
@@ -151,7 +151,7 @@ class Bench:
     def race(
         self, configs: Mapping[str, Figures], steps: int, rate: int | None = None
     ) -> dict[str, list[Figures]]:
-        """Race policies by name."""
+        """Train with each policy. ``configs`` maps names to policies."""
         lanes = {
             name: Entrant(PlanRunner, {"config": config, "rate": rate, **self.common})
             for name, config in configs.items()
@@ -159,12 +159,12 @@ class Bench:
         return shown_race(lanes, steps)
 
     def peak(self) -> int:
-        """Return the activation peak of a step in which all layers are kept, bytes."""
+        """Return the activation peak in bytes of a step that keeps all layers."""
         steps = self.race({"keep": self.policy("keep")}, MEASURE_EVERY)["keep"]
         return max(step["peak"] or 0 for step in steps)
 
     def policy(self, default: str, rules: Mapping[str, str] = {}, *, budget: int | None = None) -> Figures:
-        """Return a policy; rules are placements by layers."""
+        """Return a policy. ``rules`` maps layers to placements."""
         return {
             "default": default,
             "layers": [{"match": match, "placement": name} for match, name in rules.items()],
@@ -173,7 +173,7 @@ class Bench:
         }
 
     def by_hand(self, budget: int | None, peak: int) -> dict[str, Figures]:
-        """Return policies that a user could write: the last layers kept, as many as should fit."""
+        """Return policies that a user could write, with as many kept layers as should fit."""
         if budget is None:
             return {"offload all": self.policy("offload")}
         layers = self.common["shape"].layers
@@ -189,7 +189,7 @@ class Bench:
 
 
 def raced(bench: Bench, peak: int, share: int, steps: int, rate: str) -> list[Figures]:
-    """Race auto at one budget, or without one; return one row for each policy."""
+    """Compare auto with other policies at one budget, or without one. Return one row for each policy."""
     budget, keep = peak * share // 100 if share else None, bench.policy("keep")
     auto = bench.policy("auto", budget=budget)
     configs = {"keep": keep, CONTROL: keep, "auto": auto, **bench.by_hand(budget, peak)}
@@ -198,7 +198,10 @@ def raced(bench: Bench, peak: int, share: int, steps: int, rate: str) -> list[Fi
 
 
 def judged(name: str, results: Mapping[str, list[Figures]], share: int, budget: int) -> Figures:
-    """Return peak, time and prediction of a policy, against auto, and keep's again against keep."""
+    """Return peak, time and prediction of a policy, with the ratio of auto's time to the policy's time.
+
+    For ``keep again``, the ratio is its time divided by the time of keep.
+    """
     steps, over = results[name], results["keep" if name == CONTROL else "auto"]
     one, other = (steps, over) if name == CONTROL else (over, steps)
     rounds = timed_rounds(one[WARM_UP:], other[WARM_UP:], measured=lambda step: step["peak"] is not None)
@@ -251,7 +254,7 @@ def best_by_hand(rows: Sequence[Figures]) -> Figures | None:
 
 
 def verdict(rows: Sequence[Figures]) -> str:
-    """Return how auto compares with the best of the others, and its predictions with what was measured."""
+    """Return a sentence that compares auto with the best policy by hand, and its predictions with peaks."""
     auto = next(row for row in rows if row["name"] == "auto")
     said = f"auto: the budget was kept in {auto['steps_kept']} of {auto['steps_measured']} measured steps"
     if best := best_by_hand(rows):
@@ -263,7 +266,7 @@ def verdict(rows: Sequence[Figures]) -> str:
 def all_raced(
     cells: Sequence[tuple[str, str, int]], common: Figures, json_file: str | None, **arguments: Any
 ) -> None:
-    """Race auto for each model, drive and budget; print how it did, in the median and at worst."""
+    """Compare auto with other policies for each model, drive and budget. Print the median and the maximum."""
     steps = common.pop("steps")
     rows = json.loads(Path(json_file).read_text()) if json_file and Path(json_file).exists() else []
     known = {(row["model"], row["rate"], row["share"]) for row in rows}
@@ -284,7 +287,7 @@ def all_raced(
 
 
 def summary(rows: Sequence[Figures]) -> None:
-    """Print the median and the worst cell, against the best policy by hand."""
+    """Print the median and the maximum of the ratios to the best policy by hand."""
     cells: dict[Any, list[Figures]] = {}
     for row in rows:
         cells.setdefault((row["model"], row["rate"], row["share"]), []).append(row)
@@ -308,15 +311,19 @@ def summary(rows: Sequence[Figures]) -> None:
 
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.option("--budget", "shares", type=click.IntRange(min=0), multiple=True, default=(20, 35, 50, 75))
-@click.option("--grid", "is_grid", is_flag=True, help="Every model and drive.")
-@click.option("--rate", "rates", multiple=True, default=(AS_IT_IS,), help="Slow the drive down, as to 200MB.")
+@click.option("--grid", "is_grid", is_flag=True, help="All models and drives.")
+@click.option(
+    "--rate", "rates", multiple=True, default=(AS_IT_IS,), help="Limit of the drive, such as 200MB."
+)
 @click.option("--model", "models", type=click.Choice(list(MODELS)), multiple=True, default=("llama",))
 @click.option("--layers", default=12, show_default=True)
 @click.option("--hidden", default=512, show_default=True)
 @click.option("--sequence", default=256, show_default=True)
 @click.option("--batch-size", default=2, show_default=True)
-@click.option("--steps", type=click.IntRange(min=8), default=16, show_default=True, help="Steps of each.")
-@click.option("--window", default="10MiB", show_default=True, help="Bytes in flight of the others.")
+@click.option(
+    "--steps", type=click.IntRange(min=8), default=16, show_default=True, help="Steps of each policy."
+)
+@click.option("--window", default="10MiB", show_default=True, help="In-flight window of other policies.")
 @dtype_option
 @directory_option
 @json_option
@@ -331,7 +338,7 @@ def main(
     json_file: str | None,
     **common: Any,
 ) -> None:
-    """Race auto against policies written by hand."""
+    """Compare auto with policies written by hand."""
     if is_grid:
         models, rates = tuple(MODELS), RATES
     cells = list(itertools.product(models, rates, shares))

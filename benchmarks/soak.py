@@ -1,15 +1,17 @@
-"""Does anything grow over ten thousand steps? Shapes and faults are drawn from a seed.
+"""Check that a session's resources do not grow over ten thousand steps.
 
 ::
 
     python benchmarks/soak.py                       # 10,000 steps, some minutes
-    python benchmarks/soak.py --steps 300 --json    # the short form, for programs
+    python benchmarks/soak.py --steps 300 --json    # a short run, with JSON output
 
-Every step has another shape; now and then a drive fails for a while, or a step is left half way.
-Twenty looks count descriptors, threads, extents in use, bytes in flight, the resident set, and the
-size of the store and of the run log. Flat means: after the first quarter, while caches fill, descriptors and
-threads never exceed what they were, extents and window are empty at each look, and resident set and store
-exceed their most in the second quarter by less than 8 MiB and 1 MiB. The run log may grow, by a line a step.
+Shapes and faults are drawn from a seed. Each step has another shape. Sometimes a drive fails for some steps,
+or an exception ends a step. The program counts file descriptors, threads, extents in use, bytes in flight,
+resident memory and the size of the run log twenty times.
+
+The result is ``flat`` if no extents are in use and no bytes are in flight at each count, and if the other
+counts are not higher in the second half of the run than in the second quarter. Resident memory may be 8 MiB
+higher, and the run log may grow.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ MOST_GROWTH = {"descriptors": 0, "threads": 0, "resident": 8 << 20}
 
 
 class Block(nn.Module):
-    """A residual block that saves views of one storage."""
+    """Residual block that saves views of one storage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +66,7 @@ class Block(nn.Module):
 
 
 class Soak:
-    """Trains a tiny model with chances from a seed, and looks at what the process holds."""
+    """Training of a tiny model with random faults, which counts the resources of the process."""
 
     def __init__(self, steps: int, seed: int, directory: Path) -> None:
         self.steps, self.directory = steps, directory
@@ -87,7 +89,7 @@ class Soak:
         }
 
     def run(self) -> None:
-        """Make the steps."""
+        """Run all steps."""
         every = max(self.steps // 20, 1)
         with tba.attach(
             self.model, self.policy(), layers=list(self.model), run_log=self.log, measure_memory=False
@@ -108,7 +110,7 @@ class Soak:
                 self._faults.enter_context(inject(fault))
 
     def step(self, session: Session) -> None:
-        """Make one step; it may fail at a read, or be left half way."""
+        """Run one step. The step may fail in a read, or end with an exception in the forward pass."""
         x = torch.ones(self.chance.randint(1, 64), WIDTH)
         try:
             with session.step():
@@ -121,7 +123,7 @@ class Soak:
         self.model.zero_grad()
 
     def look(self, session: Session, step: int) -> dict[str, int]:
-        """Return what the process holds now; in bytes unless the name says otherwise."""
+        """Return the current counts. Sizes are in bytes."""
         gc.collect()
         session.offloader.make_room(sys.maxsize)  # waits for all that is in flight
         session.offloader.prefetch(())  # looks at dropped handles
@@ -139,7 +141,7 @@ class Soak:
 
 
 def what_grew(looks: Sequence[dict[str, int]]) -> list[str]:
-    """Return the names of what is not flat, by the rule above."""
+    """Return the names of the counts that have grown."""
     quarter, half = len(looks) // 4, len(looks) // 2
     grown = [name for name in ("extents", "window") if any(look[name] for look in looks)]
     for name, most in MOST_GROWTH.items():
@@ -152,10 +154,10 @@ def what_grew(looks: Sequence[dict[str, int]]) -> list[str]:
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.option("--steps", type=click.IntRange(min=20), default=10_000, show_default=True)
 @click.option("--seed", default=0, show_default=True)
-@click.option("--directory", type=click.Path(exists=True), help="Where the store and the run log go.")
+@click.option("--directory", type=click.Path(exists=True), help="Directory for the store and the run log.")
 @click.option("--json", "as_json", is_flag=True)
 def main(*, steps: int, seed: int, directory: str | None, as_json: bool) -> None:
-    """Train, print all looks, and fail if something grew."""
+    """Train, print all counts, and fail if a count has grown."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=directory) as place, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,32 +1,34 @@
-"""What an update costs whose optimizer states lie on a drive.
+"""Measure the time of optimizer updates with offloaded optimizer states.
 
-    python benchmarks/states.py DIRECTORY                 # updates alone, with gradients that are there
-    python benchmarks/states.py DIRECTORY --rows 1024     # steps: forward, backward and update
-    python benchmarks/states.py DIRECTORY --deepspeed     # beside DeepSpeed's ZeRO-3
+    python benchmarks/states.py DIRECTORY                 # only updates, with random gradients
+    python benchmarks/states.py DIRECTORY --rows 1024     # whole steps: forward, backward and update
+    python benchmarks/states.py DIRECTORY --deepspeed     # also with DeepSpeed's ZeRO-3
     python benchmarks/states.py DIRECTORY --device cuda --store host    # on a GPU, states in host memory
 
-Lanes take turns in one process, each with parameters and an optimizer of its own and the same gradients: the
-plain optimizer, the same once more as a control, and one whose states are offloaded. Printed are the seconds
-of an update and the ratio to the plain one, round by round; what the allocator handed out more at the peak
-of an update than before it, and what a lane holds between updates beyond its parameters; processor time of
-all threads; the bytes that the process read from drives and wrote there; and the bound: the bytes that
-travelled over the rate at which the store reads and writes at once. After the last round the parameters and
-states of all lanes are compared, bit for bit.
+A *lane* is one of the compared optimizers. All lanes run in one process and alternate. Each lane has its own
+parameters, with the same values and gradients. ``plain`` is the plain optimizer, ``again`` is a second plain
+optimizer as a control, and ``offload`` has offloaded states.
 
-With ``--rows`` the matrices are the layers of a model, each step trains it on that number of rows, and whole
-steps are timed. One more lane updates in backward, and frees gradients there.
+The table has these columns: the seconds of an update; the ratio to ``plain``, round by round; the peak of the
+allocator during an update, and during the first update, minus the live bytes before; the bytes that a lane
+holds between updates, without its parameters; the bytes read from and written to drives; and the processor
+time of all threads. The bound of a lane is the number of transferred bytes divided by the rate at which the
+store reads and writes at once. After the last round, the parameters and states of all lanes are compared bit
+for bit.
 
-On a GPU, with states in host memory, there are lanes in which the processor updates all sub-groups
-(``host``), or as many as let both end together (``both``). Their bits are other ones, since the processor's
-kernels are, and are not compared.
-Printed is what the lanes' rates predicted as well.
+With ``--rows``, the matrices are the layers of a model that is trained on this number of rows, and whole
+steps are timed. The lane ``backward`` updates parameters in backward and frees gradients.
 
-With ``--deepspeed`` one more lane, or one for each JSON object of settings for its ``aio``, is DeepSpeed's
-ZeRO-3 with ``offload_optimizer`` on the same drive, with sub-groups of the same size. Its parameters are
-compared with those of the plain optimizer by value, since its optimizer computes otherwise. It needs
+On a GPU, with states in host memory, the CPU updates all sub-groups in the lane ``host``, and a part of the
+sub-groups in the lane ``both``. The bits of these two lanes are not compared, because CPU kernels round
+differently. The program also prints the ratio of the measured time to the predicted time.
 
-    DS_ACCELERATOR=cpu pip install deepspeed==0.19.8     # beside tba-offload
-    apt-get install libaio-dev g++                       # what it compiles at its first start
+With ``--deepspeed``, further lanes run DeepSpeed's ZeRO-3 with ``offload_optimizer`` on the same drive, and
+with sub-groups of the same size. Each JSON object after the option adds a lane with these settings for
+``aio``. Parameters of DeepSpeed are compared by value. Install DeepSpeed with
+
+    DS_ACCELERATOR=cpu pip install deepspeed==0.19.8
+    apt-get install libaio-dev g++                       # DeepSpeed compiles an operation at its first start
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 BYTES_OF_STATES = 8
-"""Bytes of Adam's states for each parameter in fp32."""
+"""Bytes of Adam's fp32 states for each element of a parameter."""
 
 SETTINGS: dict[str, dict[str, str] | None] = {
     "plain": None,
@@ -72,24 +74,24 @@ SETTINGS: dict[str, dict[str, str] | None] = {
     "host": {"update": "host"},
     "both": {"update": "auto"},
 }
-"""Settings of the states of each lane in the policy; ``None`` where they are not offloaded."""
+"""For each lane, the section ``states`` of the policy; ``None`` if states are not offloaded."""
 
 BY_PROCESSOR = ("host", "both")
-"""Lanes in which the processor updates as well."""
+"""Lanes in which the CPU updates sub-groups."""
 
 LATER = ("backward",)
-"""Lanes that need steps with a backward."""
+"""Lanes that need a backward pass."""
 
 AIO = {"block_size": 2**18, "queue_depth": 32, "intra_op_parallelism": 1}
 AIO |= {"single_submit": False, "overlap_events": True}
-"""DeepSpeed's settings; its defaults are blocks of 1 MiB and a depth of 8."""
+"""Settings of DeepSpeed's ``aio``. DeepSpeed's defaults are blocks of 1 MiB and a queue depth of 8."""
 
 BUFFERS = 12
-"""DeepSpeed's buffers of a sub-group's size: three sub-groups in an update, with four tensors each."""
+"""Number of DeepSpeed's buffers: four tensors for each of three sub-groups in an update."""
 
 
 class Given(torch.nn.Linear):
-    """A layer whose weight can be given a gradient: a backward pass then yields it, to the bit."""
+    """Linear layer whose weight gets exactly ``gradient`` as its gradient in backward, if it is set."""
 
     gradient: Tensor | None = None
 
@@ -101,19 +103,19 @@ class Given(torch.nn.Linear):
 
 @dataclass
 class Lane:
-    """One optimizer, and what its updates took.
+    """One of the compared optimizers, with the figures of its updates.
 
     Attributes:
-        name: For the table.
-        model: Its own.
-        optimizer: Likewise.
-        states: Those of the optimizer, if they are offloaded.
-        zero: DeepSpeed's engine, if it is one of DeepSpeed.
-        seconds: Of each update.
-        peaks: Bytes that were handed out at the peak of each update, above those before it.
-        processor: Seconds of processor time of each update, of all threads.
-        travelled: Bytes that each update read from drives, and wrote to drives.
-        held: Bytes that are its own between updates, beyond its parameters.
+        name: Name in the table.
+        model: Model of this lane.
+        optimizer: Optimizer of the model.
+        states: Offloaded states of the optimizer, if any.
+        zero: Engine of DeepSpeed, in a lane of DeepSpeed.
+        seconds: Duration of each update.
+        peaks: Peak of live bytes during each update, minus the live bytes before.
+        processor: Seconds of processor time of all threads in each update.
+        travelled: For each update, the bytes read from drives and the bytes written to drives.
+        held: Bytes that the lane holds between updates, without its parameters.
     """
 
     name: str
@@ -129,11 +131,11 @@ class Lane:
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters of the model."""
+        """Parameters of the model."""
         return list(self.model.parameters())
 
     def update(self, gradients: Sequence[Tensor], meter: MemoryMeter) -> None:
-        """Make one update with gradients that are there; DeepSpeed takes them from a backward pass only."""
+        """Run one update with the given gradients. DeepSpeed gets the gradients in a backward pass."""
         if self.zero is not None:
             for layer, gradient in zip(self.model, gradients, strict=True):
                 layer.gradient = gradient
@@ -148,7 +150,7 @@ class Lane:
         self.optimizer.zero_grad()
 
     def step(self, rows: Tensor, meter: MemoryMeter) -> None:
-        """Make one step of training."""
+        """Run one training step."""
         with self._measured(meter):
             if self.zero is not None:
                 self.zero.backward(self.zero(rows).square().mean())
@@ -179,26 +181,26 @@ class Lane:
 
     @contextlib.contextmanager
     def holding(self, meter: MemoryMeter) -> Iterator[None]:
-        """Count what is live after the block, and was not before it, as the lane's."""
+        """Add the growth of live bytes in the ``with`` block to ``held``."""
         before = meter.live()
         yield
         self.held += meter.live() - before
 
     def tensors(self) -> list[Tensor]:
-        """Return parameters and states."""
+        """Return the parameters and the states."""
         entries = self.optimizer.state_dict()["state"]
         states = [entries[number][key] for number in sorted(entries) for key in ("exp_avg", "exp_avg_sq")]
         return [*self.parameters, *states]
 
 
 def drive_bytes() -> tuple[int, int]:
-    """Return the bytes that this process has read from drives and written to them, by Linux."""
+    """Return the bytes that this process has read from drives and written to drives, as Linux counts them."""
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counts["read_bytes"]), int(counts["write_bytes"])
 
 
 def made(name: str, options: argparse.Namespace) -> Lane:
-    """Return a lane with parameters as all lanes have them."""
+    """Return a lane. All lanes start with the same values of parameters."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
         sizes = {"in_features": options.width, "out_features": options.width, "bias": False}
@@ -210,7 +212,7 @@ def made(name: str, options: argparse.Namespace) -> Lane:
 def with_deepspeed(
     options: argparse.Namespace, meter: MemoryMeter, stack: contextlib.ExitStack
 ) -> Iterator[Lane]:
-    """Yield the lanes of DeepSpeed, one for each setting."""
+    """Yield the lanes of DeepSpeed, one for each JSON object of settings."""
     for number, aio in enumerate([] if options.deepspeed is None else options.deepspeed or [{}]):
         lane = made(f"deepspeed{number or ''}", options)
         print(f"{lane.name}: aio {json.dumps({**AIO, **aio})}, {BUFFERS} buffers")
@@ -222,13 +224,13 @@ def with_deepspeed(
 
 
 def zero_engine(model: torch.nn.Sequential, directory: str, elements: int, aio: Mapping[str, object]) -> Any:
-    """Return DeepSpeed's engine of ZeRO-3 in one process, with sub-groups of parameters on a drive."""
+    """Return an engine of DeepSpeed's ZeRO-3 in one process, with optimizer states on a drive."""
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     deepspeed.utils.logger.setLevel("WARNING")
     if not torch.distributed.is_initialized():
-        os.environ.setdefault("LOCAL_RANK", "0")  # else DeepSpeed asks for its launcher
+        os.environ.setdefault("LOCAL_RANK", "0")  # otherwise DeepSpeed requires its launcher
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     defaults = torch.optim.AdamW([torch.zeros(1)]).defaults
@@ -250,7 +252,7 @@ def zero_engine(model: torch.nn.Sequential, directory: str, elements: int, aio: 
 
 
 def require_deepspeed(parser: argparse.ArgumentParser) -> None:
-    """End the program if DeepSpeed, or what it needs for a drive, is missing."""
+    """End the program if DeepSpeed or a package that DeepSpeed needs for drives is missing."""
     if importlib.util.find_spec("deepspeed") is None:
         parser.error("--deepspeed needs DeepSpeed: DS_ACCELERATOR=cpu pip install deepspeed==0.19.8")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -283,7 +285,7 @@ def show(lanes: Sequence[Lane], rate: float, warm_up: int) -> None:
 
 
 def show_states(lane: Lane, plain: Sequence[float], rate: float, warm_up: int) -> None:
-    """Print what travelled, and what the lane took beside the least that it could have taken."""
+    """Print the transferred bytes of a lane, and the ratio of its time to the shortest possible time."""
     assert lane.states is not None
     records = list(lane.states.records)[warm_up:]
     bounds = [(each.read_bytes + each.written_bytes) / rate for each in records]
@@ -293,26 +295,26 @@ def show_states(lane: Lane, plain: Sequence[float], rate: float, warm_up: int) -
     print(
         f"{lane.name}: states {last.states_bytes / MIB:.1f} MiB in {last.sub_groups} sub-groups, slots "
         f"{last.slot_bytes / MIB:.1f} MiB; read {last.read_bytes / MIB:.1f}, written "
-        f"{last.written_bytes / MIB:.1f} MiB an update; waited {waits} s; {last.in_backward} sub-groups in "
-        f"backward; time over max(plain, bytes / rate): {paired_ratio(lane.seconds[warm_up:], least)}"
+        f"{last.written_bytes / MIB:.1f} MiB per update; waited {waits} s; {last.in_backward} sub-groups in "
+        f"backward; time / max(plain, bytes / rate): {paired_ratio(lane.seconds[warm_up:], least)}"
     )
     if last.on_host:
         ratios = [each.seconds / each.predicted_seconds for each in records if each.predicted_seconds]
         print(
-            f"{lane.name}: the processor updated {last.on_host} sub-groups; time over what the rates "
-            f"predicted: {Spread.of(ratios)}"
+            f"{lane.name}: the CPU updated {last.on_host} sub-groups; measured time / predicted time: "
+            f"{Spread.of(ratios)}"
         )
 
 
 def show_zero(lane: Lane, lanes: Sequence[Lane], warm_up: int) -> None:
-    """Print what DeepSpeed took beside the lanes of ours, and how far its parameters are from the plain."""
+    """Print the ratio of DeepSpeed's time to each offloading lane, and the difference of its parameters."""
     import deepspeed
 
     for own in lanes:
         if own.states is not None:
             ratio = paired_ratio(lane.seconds[warm_up:], own.seconds[warm_up:])
             spent = paired_ratio(lane.processor[warm_up:], own.processor[warm_up:])
-            print(f"{lane.name}: seconds over those of {own.name} {ratio}, processor time {spent}")
+            print(f"{lane.name} / {own.name}: seconds {ratio}, processor time {spent}")
     apart = []
     for layer, other in zip(lane.model, lanes[0].parameters, strict=True):
         with deepspeed.zero.GatheredParameters(layer.weight):
@@ -320,27 +322,31 @@ def show_zero(lane: Lane, lanes: Sequence[Lane], warm_up: int) -> None:
     count = sum(int((each > 0).sum()) for each in apart)
     print(
         f"{lane.name}: {count} of {sum(each.numel() for each in apart)} elements of parameters differ from "
-        f"those of plain, by {max(float(each.max()) for each in apart):.2e} at most"
+        f"the elements of plain, by at most {max(float(each.max()) for each in apart):.2e}"
     )
 
 
 def parse() -> argparse.Namespace:
-    """Return the command line."""
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("directory", type=Path, help="a directory on the drive")
-    parser.add_argument("--matrices", type=int, default=48, help="parameters (default %(default)s)")
-    parser.add_argument("--width", type=int, default=1024, help="rows and columns of each")
-    parser.add_argument("--sub-group", type=parse_size, default=32 * MIB, help="bytes that travel as one")
-    parser.add_argument("--rows", type=int, default=0, help="rows of a step; 0 for updates alone")
-    parser.add_argument("--device", default="cpu", help="where parameters are (default %(default)s)")
-    parser.add_argument("--store", choices=("file", "host", "gds"), default="file", help="where states go")
+    parser.add_argument("directory", type=Path, help="directory on the drive")
+    parser.add_argument("--matrices", type=int, default=48, help="number of matrices (default %(default)s)")
+    parser.add_argument("--width", type=int, default=1024, help="rows and columns of a matrix")
+    parser.add_argument("--sub-group", type=parse_size, default=32 * MIB, help="bytes of a sub-group")
+    parser.add_argument("--rows", type=int, default=0, help="rows of a step; 0: only updates")
+    parser.add_argument("--device", default="cpu", help="device of the parameters (default %(default)s)")
+    parser.add_argument("--store", choices=("file", "host", "gds"), default="file", help="kind of store")
     lanes = list(SETTINGS)
-    parser.add_argument("--lanes", nargs="*", choices=lanes, default=lanes, help="beside plain (default all)")
+    parser.add_argument(
+        "--lanes", nargs="*", choices=lanes, default=lanes, help="lanes besides plain (default all)"
+    )
     parser.add_argument("--precision", choices=("highest", "high", "medium"), default="highest")
     parser.add_argument("--rounds", type=int, default=9, help="updates of each lane (default %(default)s)")
-    parser.add_argument("--deepspeed", type=json.loads, nargs="*", metavar="AIO", help="lanes of DeepSpeed")
+    parser.add_argument(
+        "--deepspeed", type=json.loads, nargs="*", metavar="AIO", help="add lanes of DeepSpeed"
+    )
     options = parser.parse_args()
     if options.deepspeed is not None:
         require_deepspeed(parser)
@@ -397,7 +403,7 @@ def main() -> None:
         first, *others = [lane.tensors() for lane in own]
         pairs = [pair for other in others for pair in zip(first, other, strict=True)]
         bits = [[each.detach().cpu().view(torch.int32) for each in pair] for pair in pairs]
-        print(f"tensors that differ by a bit: {sum(not torch.equal(*pair) for pair in bits)}")
+        print(f"tensors with different bits: {sum(not torch.equal(*pair) for pair in bits)}")
 
 
 if __name__ == "__main__":
