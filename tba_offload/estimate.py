@@ -146,12 +146,8 @@ def run_on_console(
         }
         click.echo(json.dumps(found, indent=2))
     else:
-        since = (
-            f"do not delay training for sequences of {carried:,} tokens or more"
-            if carried
-            else f"delay training at every sequence length up to {max(lengths, default=0):,} tokens"
-        )
-        answer = f"With recompute-offload, writes and reads of these drives {since}."
+        shortest = f"{carried:,} tokens" if carried else f"more than {max(lengths, default=0):,} tokens"
+        answer = f"Shortest sequence with which recompute-offload does not wait for these drives: {shortest}."
         text.show(*notes, plans.placements_table(rows), answer)
 
 

@@ -68,7 +68,7 @@ class LayerRuns:
             return site.forward(*args, **kwargs)
         # These checks are inline, because each call of a function costs time in cold caches.
         if not torch.is_grad_enabled() or self._loop.is_inert or torch_private.is_recomputation():
-            # A reentrant checkpoint, or a loss that caches gradients, opens no step.
+            # A forward inside a reentrant checkpoint or a loss that caches gradients opens no step.
             if site.runs == 0 and torch.is_grad_enabled() and torch_private.is_recomputation():
                 self._leave_alone(site)
             return site.run_plainly(site.forward, args, kwargs)

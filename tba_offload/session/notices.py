@@ -28,11 +28,9 @@ if TYPE_CHECKING:
 _MESSAGES = {
     "backward outside": "backward runs after the step of its forward has ended. Gradients are correct, but "
     "the step's record excludes this backward. Put forward and backward into one `with session.step():`",
-    "cache": "the model fills a key-value cache during training. The cache keeps tensors of all "
-    "layers in memory. Switch the cache off: use_cache=False, as an argument of the model or in its config",
-    "left alone": "{} runs inside saved-tensor hooks of the program (checkpoint, save_on_cpu), in a "
-    "transform of torch.func, or inside a backward pass (a reentrant checkpoint, a loss that caches "
-    "gradients). In this case, the placement of the layer has no effect",
+    "cache": "the model fills a key-value cache during training, which takes memory. Set use_cache=False",
+    "left alone": "{} runs inside saved-tensor hooks of the program (checkpoint, save_on_cpu), inside a "
+    "torch.func transform, or inside a backward pass. In these cases, its placement has no effect",
     "all frozen": "the model runs with gradients enabled, but none of its parameters requires gradients, so "
     "its layers save no activations. Set requires_grad=True for the parameters to train",
     "no layer": "the model was trained, but no activation is offloaded or recomputed: {}. Close the session, "

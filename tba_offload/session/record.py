@@ -42,10 +42,10 @@ _STEPS = 10_000
 """Number of records that are kept in memory."""
 
 _REMEMBERED = {MEMORY: "step", "states": "optimizer"}
-"""The kinds of events that are kept in memory. Each kind has the name of a field of the event.
+"""For each kind of event that is kept in memory, the name of a field of the event.
 
-Only the last event with each value of this field is kept. For example, ``states`` events have the field
-``optimizer``, so the last ``states`` event of each optimizer is kept.
+A new event replaces the event in memory that has the same value in this field. For example, a new ``states``
+event replaces the last ``states`` event of the same optimizer.
 """
 
 
@@ -301,22 +301,13 @@ def learn(session: Session, step: Step, record: StepRecord, loads: Sequence[Driv
     controller, chosen = planning.controller, planning.chosen
     if controller is None:
         return
+    recomputed, stats = session.runs.recomputed, session.offloader.window.stats
     may_plan = session.world.may_plan_recomputation
-    repeatable = {index for index in chosen if may_plan and session.runs.recomputed[index].may_plan}
-    stats = session.offloader.window.stats
-    news = planning.learn(
-        StepObservation(
-            trace=trace,
-            stalls=stats.stalls,
-            loads=loads,
-            plan=planning.plan,
-            record=record,
-            began=step.began,
-            beside=session.memory.beside,
-            on_device=partial(trace.device_times, stats.marked_stalls) if trace.device is not None else None,
-            not_recomputed=chosen - repeatable,
-        )
-    )
+    barred = frozenset(index for index in chosen if not (may_plan and recomputed[index].may_plan))
+    on_device = partial(trace.device_times, stats.marked_stalls) if trace.device is not None else None
+    plan, began, beside = planning.plan, step.began, session.memory.beside
+    seen = StepObservation(trace, stats.stalls, loads, plan, record, began, beside, on_device, barred)
+    news = planning.learn(seen)
     if news is not None:
         session.recorder.note(PLAN, {"step": record.step, **news})
         if controller.has_planned and session.world.rank == 0:

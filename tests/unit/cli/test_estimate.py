@@ -102,7 +102,7 @@ def test_without_a_file_it_takes_the_sizes_of_a_llama() -> None:
     assert found["carried_from"] == 128
     needed = found["placements"][-1]["drives_need"]
     slow = "--flops", "20G", "--write", f"{needed * 1.01:.0f}B/s"
-    answer = "writes and reads of these drives do not delay training for sequences of 2,048 tokens or more."
+    answer = "with which recompute-offload does not wait for these drives: 2,048 tokens."
     assert answer in call("estimate", *sizes, *slow).stdout
     found = estimate(*sizes, *slow, "--read", f"{needed / 5:.0f}B/s")  # backward takes three times as long
     assert found["carried_from"] > 2048
