@@ -108,7 +108,9 @@ def plan(
     """
     from tba_offload.planner.what_if import Situation
     from tba_offload.report import text
+    from tba_offload.report.log import read_run_log
     from tba_offload.report.plans import plans_figure
+    from tba_offload.report.ranks import paths_of_ranks
     from tba_offload.report.rok import picture_kind, write_picture
 
     if goal["budget"] is not None and goal["device_bytes"] is not None:
@@ -118,8 +120,9 @@ def plan(
     situation = Situation.of(run, bandwidth_of(goal)).changed(layers=layers, drives=drives)
     report, policy = situation.report(**goal)
     if picture is not None:
+        log = read_run_log(paths_of_ranks(run)[0])
         with writing(picture, (run,)):
-            write_picture(picture, lambda: plans_figure(report))
+            write_picture(picture, lambda: plans_figure(report, log))
     if output is not None:
         with writing(output, (run,), force=force):
             output.write_bytes(policy.to_yaml().encode())

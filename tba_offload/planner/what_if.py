@@ -21,7 +21,7 @@ from tba_offload.planner.describe import written_a_day
 from tba_offload.planner.model import Bandwidth, DeviceShare, Limits, Plan, PlannedStep, Slot, StepProfile
 from tba_offload.planner.play import play
 from tba_offload.planner.solve import Case, solve
-from tba_offload.report.log import PLAN, PlanEvent, counted_steps, read_run_log, timed_steps
+from tba_offload.report.log import PLAN, PlanEvent, read_run_log
 from tba_offload.report.plans import PlanReport
 from tba_offload.report.ranks import paths_of_ranks
 
@@ -53,9 +53,6 @@ class Situation:
         beside: Bytes on the device other than activations: live bytes before a step, and the largest number
             of gradient bytes at one time; ``None`` if not measured. Offloaded optimizer states are not
             counted, except sub-groups in use.
-        run: Measured activation peak in bytes and median step time of the run; ``None`` if the memory was not
-            measured, or if the situation was changed.
-        title: Text with the model and the machine.
     """
 
     names: tuple[str, ...]
@@ -65,8 +62,6 @@ class Situation:
     elsewhere: tuple[tuple[str, Placement], ...] = ()
     not_recomputed: frozenset[int] = frozenset()
     beside: tuple[int, int] | None = None
-    run: tuple[int, float] | None = None
-    title: str = ""
 
     @classmethod
     def of(cls, path: str | os.PathLike[str], bandwidth: Bandwidth | None = None) -> Situation:
@@ -114,8 +109,6 @@ class Situation:
             config = replace(config, budget=replace(config.budget, in_flight_bytes=window))
         odd = {profile.layers[layer] for layer in event.get("not_recomputed", ())}
         placed: Any = log.header.plan.items()
-        steps = counted_steps(log)
-        peak = max((step.activation_peak_bytes or 0 for step in steps), default=0)
         return cls(
             names=names,
             profile=profile,
@@ -124,18 +117,12 @@ class Situation:
             elsewhere=tuple((name, Placement(its["placement"])) for name, its in placed if name not in names),
             not_recomputed=frozenset(layer for layer, kind in enumerate(profile.layers) if kind in odd),
             beside=_beside_activations(log.steps, updates),
-            run=(peak, statistics.median(step.seconds for step in timed_steps(steps))) if peak else None,
-            title=log.header.title,
         )
 
     def changed(self, *, layers: int | None = None, drives: float = 1) -> Situation:
         """Return the situation for another number of layers, or for ``drives`` times as many drives."""
-        layers = layers or len(self.names)
-        if (layers, drives) == (len(self.names), 1):
-            return self
-        title = f"{self.title}, planned for {layers} layers and {drives:g} times the drive rates"
-        situation = replace(self, bandwidth=self.bandwidth.scaled(drives), run=None, title=title)
-        if layers == len(self.names):
+        situation = replace(self, bandwidth=self.bandwidth.scaled(drives))
+        if layers is None or layers == len(self.names):
             return situation
         likes = [layer * len(self.names) // layers for layer in range(layers)]
         return replace(
@@ -202,8 +189,6 @@ class Situation:
             frontier=tuple(_planned(each, solve(each)) for each in frontier),
             keep_peak_bytes=keep.peak_bytes,
             keep_seconds=keep.seconds if self.profile.is_measured(Placement.KEEP) else None,
-            run=self.run,
-            title=self.title,
             notes=tuple(self._notes(case, plan, device, rated)),
             beside_bytes=None if device is None else device.device_bytes - device.budget,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from tba_offload.formatting import (
     scale,
     significant,
 )
+from tba_offload.report.log import counted_steps, timed_steps
 from tba_offload.report.rok import COLOURS, RING, WIDTH, finish, short
 from tba_offload.report.text import Table
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from tba_offload.planner.model import PlannedStep
+    from tba_offload.report.log import RunLog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +40,6 @@ class PlanReport:
         frontier: Predicted steps of the best plans for several budgets, ordered by budget.
         keep_peak_bytes: Predicted activation peak if all layers are kept.
         keep_seconds: Predicted step time if all layers are kept; None if the run kept no layer.
-        run: Measured activation peak in bytes and median step time of the run; None if the memory was not
-            measured, or if the plan is for other drives or another number of layers.
-        title: Text with the model and the machine.
         notes: Sentences about drives, the device and optimizer states.
         beside_bytes: Bytes of the device that activations cannot use, if ``budget.device_bytes`` is given.
     """
@@ -50,8 +50,6 @@ class PlanReport:
     frontier: tuple[PlannedStep, ...]
     keep_peak_bytes: int
     keep_seconds: float | None = None
-    run: tuple[int, float] | None = None
-    title: str = ""
     notes: tuple[str, ...] = ()
     beside_bytes: int | None = None
 
@@ -138,10 +136,14 @@ def placements_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return Table(list(shown), cells, right=shown.keys() - {"Placement"})
 
 
-def plans_figure(report: PlanReport) -> Figure:
-    """Return a figure of step time over activation peak: best plans, the chosen plan, keep, and the run.
+def plans_figure(report: PlanReport, log: RunLog) -> Figure:
+    """Return a figure of step time over activation peak: best plans, the chosen plan, ``keep`` and the run.
 
     Call this function inside :func:`tba_offload.report.rok.drawing`.
+
+    Args:
+        report: Result of planning.
+        log: The run log from which the plans were made.
     """
     from matplotlib.figure import Figure
 
@@ -149,19 +151,22 @@ def plans_figure(report: PlanReport) -> Figure:
     axes = figure.add_subplot()
     step, keep, budget = report.step, report.keep_peak_bytes, report.step.budget_bytes
     unit, size = scale(max(keep, budget or 0), BYTES)
+    steps = counted_steps(log)
+    measured = max((each.activation_peak_bytes or 0 for each in steps), default=0)
+    seconds = statistics.median(each.seconds for each in timed_steps(steps)) if measured else None
     best = [(each.activation_peak / size, each.seconds) for each in report.frontier if each.fits]
     axes.plot(*zip(*best, strict=True), "s-", color=COLOURS[1], label="best plan for each budget, predicted")
     marks: list[tuple[str, int, float | None, dict[str, Any]]] = [
         (f"chosen plan: {step.layers}", step.activation_peak, step.seconds, RING),
         ("keep, predicted", keep, report.keep_seconds, {"marker": "o", "color": COLOURS[0]}),
-        ("this run, measured", *(report.run or (0, None)), {"marker": "X", "color": COLOURS[2]}),
+        ("the run, measured", measured, seconds, {"marker": "X", "color": COLOURS[2]}),
     ]
-    for label, peak, seconds, look in marks:
-        if seconds is not None:
-            axes.plot(peak / size, seconds, label=short(label, 60), **{"ls": "none"} | look)
+    for label, peak, time, look in marks:
+        if time is not None:
+            axes.plot(peak / size, time, label=short(label, 60), **{"ls": "none"} | look)
     if budget is not None:
         axes.axvline(budget / size, color=COLOURS[4], ls="--", label=f"budget {readable_size(budget)}")
-    finish(axes, "Step time (s)", report.title)
+    finish(axes, "Step time (s)", f"{log.header.title}. Planned: {report.notes[0]}")
     axes.set(xlabel=f"Activation peak ({unit})", xlim=(0, None))
     figure.legend(loc="outside upper left")
     return figure
