@@ -4,7 +4,7 @@ pip install tba-offload deepspeed
 torchrun --nproc-per-node 2 examples/train_deepspeed.py                     # offloads every layer
 torchrun --nproc-per-node 2 examples/train_deepspeed.py --placement keep    # to compare: equal losses
 
-Without a GPU, set DS_ACCELERATOR=cpu. The first start takes minutes, because DeepSpeed compiles an operation.
+Without a GPU, set DS_ACCELERATOR=cpu. The first start takes minutes, because DeepSpeed compiles C++ code.
 """
 
 import argparse

@@ -30,14 +30,15 @@ def policy(placement: str, frozen: str) -> dict[str, object] | str:
     """Return a policy for activations and frozen weights, or the path of a policy file."""
     if placement.endswith((".yaml", ".yml")):
         return placement
-    # By default, tensors below 1 MiB stay in memory. The other weights of the tiny model are smaller.
     return {"default": placement, "min_tensor_bytes": "64KiB", "weights": {"frozen": frozen}}
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--placement", default="keep", help="keep, offload, recompute, … or a policy file")
 parser.add_argument("--frozen", default="offload", help="keep, offload or offload-N%%")
-parser.add_argument("--words", type=int, default=4, help="words in a step; many words need all experts")
+parser.add_argument(
+    "--words", type=int, default=4, help="words per step; with many words, all experts are read"
+)
 parser.add_argument("--steps", type=int, default=4)
 arguments = parser.parse_args()
 
@@ -59,5 +60,5 @@ with tba.attach(model, policy(arguments.placement, arguments.frozen)) as session
         read = session.records[-1].weights_read_bytes or 0
         print(
             f"step {step + 1}: loss {loss.item()!r}, {read / 2**20:.1f} MiB of frozen weights read, "
-            f"of {2 * frozen_bytes / 2**20:.1f} MiB that forward and backward of all layers and experts need"
+            f"{2 * frozen_bytes / 2**20:.1f} MiB if all experts were read"
         )

@@ -1,14 +1,14 @@
-"""Train a transformer on long packed sequences: inputs of layers are offloaded, the rest is recomputed.
+"""Train a transformer on long packed sequences: layer inputs are offloaded, other activations are recomputed.
 
 python examples/train_long_context.py                        # 4096 tokens; about a minute on a CPU
 python examples/train_long_context.py --length 32768 --steps 2
-python examples/train_long_context.py --placement recompute  # as gradient checkpointing: higher peak
-python examples/train_long_context.py --placement keep --chunk 0    # see what session.why() says
+python examples/train_long_context.py --placement recompute  # like gradient checkpointing: higher peak
+python examples/train_long_context.py --placement keep --chunk 0    # session.why() explains the peak
 
 Three things let memory grow slowly with the length of a sequence:
 
-* The placement recompute-offload writes the input of each layer and recomputes the rest in backward. Memory
-  holds the activations of one layer, and the in-flight window.
+* The placement recompute-offload writes the input of each layer. Backward recomputes all other activations of
+  a layer. Memory holds the activations of one layer, and the inputs in flight.
 * The loss is computed in chunks of tokens. Logits of all tokens are often larger than all other activations.
 * Documents are packed into one sequence, and attention runs document by document. A mask of length x length
   elements would grow with the square of the length.
@@ -68,13 +68,13 @@ class LanguageModel(nn.Module):
 
 
 def packed(length: int) -> list[int]:
-    """Return the lengths of documents that fill a sequence, from an eighth of it to the rest."""
+    """Return the lengths of four documents that fill a sequence."""
     lengths = [length // 8, length // 4, length // 8]
     return [*lengths, length - sum(lengths)]
 
 
 def policy(placement: str, length: int) -> dict[str, object] | str:
-    """Return a policy whose in-flight window has two inputs of a layer, or the path of a policy file."""
+    """Return a policy with an in-flight window of two layer inputs, or the path of a policy file."""
     if placement.endswith((".yaml", ".yml")):
         return placement
     return {"default": placement, "budget": {"in_flight_bytes": 2 * 4 * WIDTH * length}}
@@ -82,8 +82,8 @@ def policy(placement: str, length: int) -> dict[str, object] | str:
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--placement", default="recompute-offload", help="keep, recompute, … or a policy file")
-parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
-parser.add_argument("--chunk", type=int, default=512, help="tokens of a chunk of the loss; 0 for no chunks")
+parser.add_argument("--length", type=int, default=4096, help="number of tokens in a sequence")
+parser.add_argument("--chunk", type=int, default=512, help="tokens in a chunk of the loss; 0: no chunks")
 parser.add_argument("--steps", type=int, default=3)
 arguments = parser.parse_args()
 

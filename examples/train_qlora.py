@@ -36,7 +36,7 @@ def policy(placement: str, frozen: str) -> dict[str, object] | str:
     """Return a policy for activations and frozen weights, or the path of a policy file."""
     if placement.endswith((".yaml", ".yml")):
         return placement
-    # By default, tensors below 1 MiB stay in memory. The weights of the tiny model are smaller.
+    # By default, tensors below 64 KiB stay in memory. Some weights of the tiny model are smaller.
     return {"default": placement, "min_tensor_bytes": "4KiB", "weights": {"frozen": frozen}}
 
 

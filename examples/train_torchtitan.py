@@ -20,7 +20,7 @@ import tba_offload as tba
 OPTIONS = [
     "--model.flavor=debugmodel",
     "--training.steps=4",
-    "--activation_checkpoint.mode=none",  # selective, the default, leaves less to offload
+    "--activation_checkpoint.mode=none",  # with the default (selective), fewer bytes are offloaded
     "--debug.deterministic",
     "--debug.seed=0",
 ]

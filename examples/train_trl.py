@@ -72,5 +72,5 @@ with tempfile.TemporaryDirectory() as directory:
 
 for logged in trainer.state.log_history:
     if "train_runtime" not in logged:
-        peak = logged.get("tba-offload/activation_peak_bytes", 0) / 2**20
+        peak = logged.get("tba-offload/activation_peak_gib", 0) * 2**10
         print(f"step {logged['step']}: loss {logged['loss']!r}, activation peak {peak:.1f} MiB")
