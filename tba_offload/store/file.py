@@ -44,6 +44,7 @@ SLAB_BYTES = 8 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM)  # a container may forbid unknown calls
 _LEFT_FREE_SHARE, _LEFT_FREE_BYTES = 20, 1 << 30  # a twentieth of the file system, at least 1 GiB
+_MOST_LINKS = 40
 _GROWTH = 64 << 20  # a file grows by this many bytes more than needed
 # Small blocks save memory, because a buffer for a read is padded to blocks. Other file systems may accept
 # transfers smaller than their own block, and use the page cache for these transfers without an error.
@@ -302,13 +303,22 @@ class FileStore(Store):
 def existing_directory(name: str) -> Path:
     """Return the absolute path of a directory, without symbolic links.
 
+    A link of another user, in a directory that everybody may write to, may lead to a directory of that user.
     A missing directory is not created, because the path may be misspelled, or the drive may not be mounted.
     Without the drive, the files would fill the system's disk.
 
     Raises:
-        StoreError: The directory does not exist, or cannot be reached.
+        StoreError: The directory does not exist, cannot be reached, or is reached by a link of another user.
     """
-    here = Path(os.path.realpath(Path(name).expanduser()))
+    here = Path(name).expanduser().absolute()
+    for _ in range(_MOST_LINKS):
+        link = next((part for part in (*reversed(here.parents), here) if part.is_symlink()), None)
+        if link is None:
+            break
+        if link.parent.stat().st_mode & stat.S_IWOTH and link.lstat().st_uid not in {0, os.geteuid()}:
+            why = f"the link {link.name!r} of another user is in a directory that everybody may write to"
+            raise StoreError(errno.ELOOP, f"{why}; name the directory to which the link points", name)
+        here = link.parent / link.readlink() / here.relative_to(link)
     for part in (*reversed(here.parents), here):
         try:
             mode = part.stat().st_mode

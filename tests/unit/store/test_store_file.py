@@ -14,9 +14,9 @@ import torch
 from faults import inject
 from store_contract import CPU, StoreContract, get, pattern, put
 
-from tba_offload.errors import ChecksumError, StoreFullError, UnsupportedError
+from tba_offload.errors import ChecksumError, StoreError, StoreFullError, UnsupportedError
 from tba_offload.store import Extent, open_store
-from tba_offload.store.file import FileStore
+from tba_offload.store.file import FileStore, existing_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,6 +76,25 @@ def test_the_file_is_private_and_has_no_name(file: FileStore, tmp_path: Path) ->
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert status.st_nlink == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_planted_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even one that a link of one's own leads to."""
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "shared" / "link"
+    link.symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "own").symlink_to(link)
+    if os.geteuid() == 0:
+        os.lchown(link, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    existing_directory(str(tmp_path / "own"))  # nobody else may write here: the links are the owner's choice
+    link.parent.chmod(0o777)
+    for path in (link, tmp_path / "own"):
+        with pytest.raises(StoreError, match="the link 'link' of another user"):
+            open_store(kind="file", directories=[path], device=CPU)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 # The path that bytes take.
