@@ -287,21 +287,19 @@ class MultiStore:
 
     def _end(self, transfer: Transfer, place: Place, error: StoreError | None, *, is_new: bool) -> None:
         """Update the state after a transfer has run. After a failed write, free the new extent."""
-        extent = transfer.extent
-        if error is None:
-            if transfer.is_write:
+        extent, is_lost = transfer.extent, is_new and error is not None
+        if transfer.is_write:
+            if error is None:
                 place.cause = None
-            self._remove(transfer)
-            return
-        if transfer.is_write and isinstance(error, StoreFullError):
-            if extent is not None:
-                place.found_full(extent)
-        elif transfer.is_write and is_of_drive(error):
-            self._leave_alone(place, error)
-        if is_new and extent is not None:
+            elif isinstance(error, StoreFullError):
+                if extent is not None:
+                    place.found_full(extent)
+            elif is_of_drive(error):
+                self._leave_alone(place, error)
+        if is_lost and extent is not None:
             extent.is_released = True
         self._remove(transfer)
-        if is_new:
+        if is_lost:
             transfer.extent = None
 
     def _leave_alone(self, place: Place, error: BaseException) -> None:

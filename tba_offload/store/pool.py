@@ -108,14 +108,10 @@ class Transfer:
         Returns:
             Whether the transfer has ended.
         """
-        left = seconds
-        while not self.is_done:
-            if self._done.acquire(timeout=min(max(left, 0.0), TICK)):
-                self._done.release()  # release the lock for the next thread that waits
-                break
-            left -= TICK
-            if left <= 0:
-                break
+        while not self.is_done and seconds > 0:
+            if self._done.acquire(timeout=min(seconds, TICK)):
+                self._done.release()  # for the next thread that waits
+            seconds -= TICK
         return self.is_done
 
 

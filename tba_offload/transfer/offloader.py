@@ -237,12 +237,8 @@ class Offloader:
 
     def _stay(self, saved: SavedStorage, memory: torch.UntypedStorage) -> None:
         """Keep a saved storage in memory until autograd releases it, and cancel its write."""
-        ref = saved.ref
-        if ref.state is State.PENDING:
-            self._pending_bytes -= ref.nbytes
-        elif ref.write is not None:
-            self._cancel_write(ref)
-        saved.memory, ref.state = memory, State.KEPT
+        self._cancel_write(saved.ref)
+        saved.memory, saved.ref.state = memory, State.KEPT
 
     def _read_now(self, saved: SavedStorage) -> torch.UntypedStorage:
         """Read bytes that were not prefetched. The in-flight window does not limit this read.
@@ -302,15 +298,15 @@ class Offloader:
             saved.memory = memory
         return memory
 
-    def _read_to_end(self, ref: SavedRef, read: Transfer) -> Transfer:
+    def _read_to_end(self, ref: SavedRef, read: Any) -> Any:
+        extent: Any = ref.extent
         began = time.perf_counter()
         mark = self.device.mark() if self.marks_stalls else None
         if ref in self._ahead:
             self._wait_for_batch(self._ahead, "read")
         for pause in (*READ_AGAIN, None):
             self._wait(read, ref)
-            error, extent, room = read.error, ref.extent, read.memory
-            if error is None or extent is None or room is None:
+            if (error := read.error) is None:
                 break
             if pause is None or isinstance(error, DeviceError):
                 self._end_ahead(ref)
@@ -319,7 +315,7 @@ class Offloader:
                 where = f" from {self.store.place(extent)}, offset {extent.offset}"
                 raise _transfer_error("read", ref, error, where)
             time.sleep(pause)
-            ref.read = read = Transfer(room, self.device.event(), extent=extent)
+            ref.read = read = Transfer(read.memory, self.device.event(), extent=extent)
             self.store.read([read])
             self.window.stats.reread += ref.nbytes
         self._stalled(began, mark)
@@ -450,9 +446,7 @@ class Offloader:
 
     def _let_go(self, ref: SavedRef) -> None:
         """Release the memory and the extent of a saved storage that autograd has released."""
-        if ref.state is State.PENDING:
-            self._pending_bytes -= ref.nbytes
-        if ref.write is not None and not self._cancel_write(ref):
+        if not self._cancel_write(ref):
             return  # the write holds the memory until the write ends
         if ref.read is not None:
             self.store.cancel(ref.read)
@@ -462,12 +456,14 @@ class Offloader:
             self.store.release(ref.extent)
 
     def _cancel_write(self, ref: SavedRef) -> bool:
-        """Cancel a queued write; return False if the write is running or has ended."""
-        write = ref.write
-        if write is None or not self.store.cancel(write):
-            return False
-        ref.write = None
-        self._writes.pop(write, None)
+        """Cancel a pending or queued write; return False if the write is running or has just ended."""
+        if ref.state is State.PENDING:
+            self._pending_bytes -= ref.nbytes
+        elif ref.write is not None:
+            if not self.store.cancel(ref.write):
+                return False
+            del self._writes[ref.write]
+            ref.write = None
         return True
 
     def _not_written(self, transfer: Transfer, ref: SavedRef, saved: SavedStorage | None) -> None:
