@@ -1,8 +1,8 @@
 """Interface of a store, which keeps bytes on one drive or in host memory.
 
 A :class:`Store` only moves bytes, with one call for each transfer.
-:class:`tba_offload.store.multi.MultiStore` calls the store from I/O threads. This class also manages extents,
-several drives, failed drives and forks, so a :class:`Store` needs no code for these tasks.
+:class:`tba_offload.store.multi.MultiStore` calls the store from I/O threads. ``MultiStore`` also manages
+extents, several drives, failed drives and forks, so a :class:`Store` needs no code for these tasks.
 """
 
 from __future__ import annotations
@@ -67,9 +67,10 @@ class Store(ABC):
     """Base class of stores, which keep bytes in a file on one drive, in host memory, or elsewhere.
 
     A subclass implements :meth:`write` and :meth:`read`. I/O threads call both methods. Several calls may run
-    at the same time, for different extents. After a :class:`tba_offload.errors.StoreFullError`, the store
-    does not grow for a while. If a write raises any other ``OSError`` or a ``MemoryError``, the store takes
-    no writes for a while. Other exceptions are treated as errors of the program.
+    at the same time, for different extents. After a :class:`tba_offload.errors.StoreFullError`,
+    :class:`tba_offload.store.multi.MultiStore` does not let the store grow for a while. If a write raises any
+    other ``OSError`` or a ``MemoryError``, the store gets no writes for a while. Other exceptions are treated
+    as errors of the program.
 
     Attributes:
         kind: Name of this kind of store in a policy.
@@ -97,7 +98,7 @@ class Store(ABC):
 
     @abstractmethod
     def write(self, extent: Extent, source: ByteRange) -> int | None:
-        """Write the bytes of a whole extent, after the device has computed the bytes.
+        """Write the whole payload of an extent. The device has already computed the bytes.
 
         Args:
             extent: The extent to write to.
@@ -113,7 +114,7 @@ class Store(ABC):
 
     @abstractmethod
     def read(self, extent: Extent, target: ByteRange) -> int | None:
-        """Read the bytes of a whole extent into memory that the device no longer uses.
+        """Read the whole payload of an extent into memory that the device no longer uses.
 
         The caller compares the returned checksum with the checksum of the write.
 
@@ -130,7 +131,7 @@ class Store(ABC):
             OSError: The bytes cannot be read.
         """
 
-    def grow(self, end: int) -> None:  # noqa: B027 - a place that needs no preparation
+    def grow(self, end: int) -> None:  # noqa: B027 - some stores need no preparation
         """Make room for ``end`` bytes. An I/O thread calls this method before it writes to a new extent.
 
         Raises:
@@ -146,7 +147,7 @@ class Store(ABC):
     def abandon(self) -> None:  # noqa: B027 - as above
         """Close descriptors in a forked child.
 
-        Take no lock, because a thread of the parent may hold the lock.
+        The method must take no lock, because a thread of the parent may have held the lock during the fork.
         """
 
 
@@ -189,7 +190,7 @@ class DriveLoad(NamedTuple):
     Attributes:
         write: The writes to the drive.
         read: The reads from the drive.
-        tier: ``"drive"`` or ``"host"``. If a store has only host memory, the tier is ``"drive"``.
+        tier: ``"drive"`` or ``"host"``. If all bytes go to host memory, the tier is also ``"drive"``.
         in_service: Whether the drive takes writes; False for a while after a failure.
         room: Largest number of bytes that the store may put on the drive: the set capacity, or the size at
             which the drive was full. ``None`` if unknown; 0 while the drive is out of service.
@@ -231,7 +232,7 @@ def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
 
     Args:
         error: The exception of the block; ``None`` if the block raised nothing.
-        close: Function that closes the store, or an object that uses the store.
+        close: Function that closes a store, or that closes an object with a store.
 
     Raises:
         StoreError: The store cannot be closed.

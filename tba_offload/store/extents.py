@@ -40,7 +40,7 @@ class Extents:
     def reset(self) -> None:
         """Free all extents."""
         self.used = 0
-        self._free: list[tuple[int, int]] = [(0, self._end)]  # (start, end), sorted, never touching
+        self._free: list[tuple[int, int]] = [(0, self._end)]  # sorted pairs (start, end), with gaps
 
     def take_high_water(self) -> int:
         """Return the highest end offset of the extents since the last call, in bytes."""

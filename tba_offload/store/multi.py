@@ -303,7 +303,10 @@ class MultiStore:
             transfer.extent = None
 
     def _leave_alone(self, place: Place, error: BaseException) -> None:
-        """Accept no writes to a failed drive, and end its queued writes, because each would time out."""
+        """Accept no writes to a failed drive for a while.
+
+        All queued writes to the drive fail at once, because each might block an I/O thread for a long time.
+        """
         cause = str(error)  # the error object may refer to frames and their memory
         if place.next_pause == FIRST_PAUSE:
             self._outages.append((place.store.name, cause))

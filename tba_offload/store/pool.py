@@ -247,8 +247,8 @@ class Place:
                 self.grown = end
 
     def trim(self, lock: Lock) -> None:
-        """Free room that the last steps did not need."""
-        if not self._growing.acquire(blocking=False):  # the lock is taken: the next step tries again
+        """Free the room that the last :data:`STEPS_KEPT` steps did not need."""
+        if not self._growing.acquire(blocking=False):  # an I/O thread has it: the next step tries again
             return
         try:  # if an extent beyond this size is reserved now, the store grows again
             with lock:

@@ -347,7 +347,7 @@ class Offloader:
                 memory = saved.alive()
                 if ref.state is not State.STORED:
                     if across_forward:
-                        break  # its write may still run; a later use would then need a read
+                        break  # the write may still run, and frees the memory before the use
                     if memory is not None and not keeps_graph():
                         self._stay(saved, memory)
                 elif (
