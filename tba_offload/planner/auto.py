@@ -226,17 +226,15 @@ class Controller:
         The returned plan offloads every ``auto`` layer, as in the first steps. If ranks share layers, the
         layers that ``plan`` recomputes are still recomputed.
         """
-        first = self.task.first()
-        if self.task.agree is None:
-            return first
+        first, is_shared = self.task.first(), self.task.agree is not None
         pairs = zip(first.placements, plan.placements, strict=True)
-        return replace(
-            first,
-            placements=tuple(
-                Placement.RECOMPUTE_OFFLOAD if wanted is Placement.AUTO and now.recomputes else wanted
-                for wanted, now in pairs
-            ),
+        placements = (
+            Placement.RECOMPUTE_OFFLOAD
+            if is_shared and wanted is Placement.AUTO and now.recomputes
+            else wanted
+            for wanted, now in pairs
         )
+        return replace(first, placements=tuple(placements))
 
     def limit(self, limits: Limits) -> None:
         """Set the limits for plans from the next step on."""
@@ -248,29 +246,24 @@ class Controller:
     def observe(self, seen: StepObservation) -> Plan:
         """Add a finished step, and return the plan for the next step.
 
-        All ranks that share layers recompute the same layers.
+        All ranks that share layers recompute the same layers. If the planner fails, a warning is given, and
+        the plan of the last step is used again.
         """
-        plan, names, agreed = self.propose(seen), self.task.names, seen.plan.placements
+        self.steps += 1
+        try:
+            plan = self._after_step(seen)
+        except Exception as error:  # noqa: BLE001 - training can continue without a new plan
+            what = f"no plan could be made after step {self.steps}: {error!r}"
+            self._warn("failed", f"{what}. Training continues with the old plan. Please report this error")
+            plan = seen.plan
         if self.task.agree is None:
             return plan
+        names, agreed = self.task.names, seen.plan.placements
         # Between agreements, recomputed layers stay recomputed.
         if self.steps <= 2 * AGREE_EVERY or self.steps % AGREE_EVERY == 0:
             found = self.task.agree(dict(zip(names, plan.placements, strict=True)), self.need_of(plan))
             agreed = tuple(found[name] for name in names)
         return self._bind(agreed, plan)
-
-    def propose(self, seen: StepObservation) -> Plan:
-        """Return this rank's plan for the next step, before the ranks agree.
-
-        If the planner fails, give a warning and return the plan of the last step.
-        """
-        self.steps += 1
-        try:
-            return self._after_step(seen)
-        except Exception as error:  # noqa: BLE001 - training can continue without a new plan
-            what = f"no plan could be made after step {self.steps}: {error!r}"
-            self._warn("failed", f"{what}. Training continues with the old plan. Please report this error")
-            return seen.plan
 
     def _after_step(self, seen: StepObservation) -> Plan:
         if self.task.has_budget and self.sizes.end_step():

@@ -48,8 +48,6 @@ def reason(case: Case) -> str:
     room += ", until backward needs memory for gradients" if case.profile.gradient_bytes else ""
     if case.highest < budget:
         room = f"a plan may use {readable_size(case.highest)}, twice the highest peak so far"
-    if case.keep.peak_bytes <= case.limits.planned and case.keep.activation_peak <= case.highest:
-        return f"{keep}, and {room}"
     return f"{keep}, and {room}. {_store(case)}"
 
 

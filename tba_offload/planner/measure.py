@@ -162,9 +162,8 @@ def profile_of(
         _Run(index[scope.key.chunk, scope.key.name], scope, saved[scope.key], sources[scope.key], *own, *host)
         for scope, own, host in times_of
     ]
-    moved = (each.nbytes for each in trace.activations if each.treatment.value in (OFFLOADED, REBUILT))
-    small = trace.kept_bytes - sum(each.nbytes for each in trace.activations) + sum(moved)
-    small //= max(sum(run.way.offloads or run.is_captured for run in runs), 1)
+    kept = (each.nbytes for each in trace.activations if each.treatment.value not in (OFFLOADED, REBUILT))
+    small = (trace.kept_bytes - sum(kept)) // max(sum(run.way.offloads or run.is_captured for run in runs), 1)
     kinds, of_layers = _kinds(runs, _clock(seen.stalls), small, len(layers), before)
     if not (runs and kinds):
         return None

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from tba_offload.config.policy import Placement
 from tba_offload.days import DAY
 from tba_offload.formatting import readable_rate, readable_size
-from tba_offload.placements import staying
 
 MARGIN = 0.02
 """Fraction of the budget that plans leave free, because predictions are not exact."""
@@ -107,10 +106,6 @@ class LayerKind:
     def whole_bytes(self) -> int:
         """Bytes of all saved tensors of the layer."""
         return self.nbytes + self.small_bytes
-
-    def staying(self, percent: int) -> frozenset[int]:
-        """Return indices of the activations that stay in memory if ``percent`` of the bytes are offloaded."""
-        return staying((saved.nbytes for saved in self.activations), percent)
 
     @property
     def rebuilt_bytes(self) -> int:

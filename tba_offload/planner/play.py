@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tba_offload.config.policy import Placement
 from tba_offload.config.values import BLOCK
+from tba_offload.placements import staying
 from tba_offload.planner.model import Beside, Prediction, Saved, Timing
 from tba_offload.planner.window import Tier, Window, drives_share, is_for_host
 
@@ -100,8 +101,9 @@ class LayerUnder(NamedTuple):
 def layer_under(profile: StepProfile, number: int, placement: Placement) -> LayerUnder:
     """Return the figures of a layer of kind ``number`` under a placement."""
     kind, way, layer = profile.kinds[number], placement.as_run, profile.layers.index(number)
-    timing, staying = profile.timing(layer, way), kind.staying(way.percent)
-    stays = sum(kind.activations[number].nbytes for number in staying)
+    sizes, timing = [saved.nbytes for saved in kind.activations], profile.timing(layer, way)
+    in_memory = staying(sizes, way.percent)
+    stays = sum(sizes[number] for number in in_memory)
     if stays:  # only a part is offloaded, so the extra time of offloading is smaller
         kept, share = profile.timing(layer, Placement.KEEP), stays / kind.nbytes
         timing = Timing(*(max(a - share * (a - b), b) for a, b in zip(timing, kept, strict=True)))
@@ -116,7 +118,7 @@ def layer_under(profile: StepProfile, number: int, placement: Placement) -> Laye
         return LayerUnder(way, timing, saves, (), 0, after, after, max(again, 0), ran)
     if not way.offloads:
         return LayerUnder(way, timing, (), (), 0, kind.whole_bytes, kind.whole_bytes, 0, ran)
-    saves = [(saved, number in staying) for number, saved in enumerate(kind.activations)]
+    saves = [(saved, number in in_memory) for number, saved in enumerate(kind.activations)]
     rebuilt = [saved for saved in kind.activations if way.rebuilds and saved.rebuilt]
     if way.rebuilds:
         saves = [(saved, False) for saved in (*kind.activations, *kind.sources) if not saved.rebuilt]

@@ -310,16 +310,12 @@ def coarse(profile: StepProfile) -> StepProfile:
 
 def _with_few_micro_batches(profile: StepProfile) -> StepProfile:
     """Return the profile with only the micro-batches around the time at which most micro-batches overlap."""
-    order = list(dict.fromkeys(slot.micro_batch for slot in profile.slots))
-    last = {slot.micro_batch: place for place, slot in enumerate(profile.slots)}
-    running: dict[int, None] = {}
-    most: list[int] = []
-    for place, slot in enumerate(profile.slots):
-        running[slot.micro_batch] = None
-        if len(running) > len(most):
-            most = sorted(map(order.index, running))
-        if last[slot.micro_batch] == place:
-            del running[slot.micro_batch]
+    places = list(enumerate(slot.micro_batch for slot in profile.slots))
+    last = {micro_batch: place for place, micro_batch in places}
+    first = {micro_batch: place for place, micro_batch in reversed(places)}
+    order = sorted(first, key=first.__getitem__)
+    overlaps = ([n for n, one in enumerate(order) if first[one] <= first[new] <= last[one]] for new in order)
+    most = max(overlaps, key=len)
     near = set(order[max(most[0] - 2, 0) : most[-1] + 3])
     slots = tuple(slot for slot in profile.slots if slot.micro_batch in near)
     return profile if len(near) == len(order) else dataclasses.replace(profile, slots=slots)

@@ -29,6 +29,7 @@ from profiles import (
 )
 
 from tba_offload.config.policy import Objective, Placement
+from tba_offload.placements import staying
 from tba_offload.planner.model import Bandwidth, Limits, Plan, StepProfile, Timing
 from tba_offload.planner.play import play
 from tba_offload.planner.solve import Case, solve
@@ -99,11 +100,12 @@ def test_every_byte_and_every_second_is_accounted_for(
     choices = [KEEP, OFFLOAD, share, RECOMPUTE, RECOMPUTE_OFFLOAD, OFFLOAD_REMAT]
     placements = tuple(chance.choice(choices) for _ in profile.layers)
     (kind,) = profile.kinds
+    sizes = [saved.nbytes for saved in kind.activations]
     plan = Plan(placements, window=window)
     outcome = play(profile, plan, bandwidth)
     moves = {
         OFFLOAD: kind.nbytes,
-        share: kind.nbytes - sum(kind.activations[n].nbytes for n in kind.staying(share.percent)),
+        share: kind.nbytes - sum(sizes[number] for number in staying(sizes, share.percent)),
         RECOMPUTE_OFFLOAD: kind.input_bytes,
         OFFLOAD_REMAT: kind.nbytes - kind.rebuilt_bytes,
     }
