@@ -46,10 +46,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "bf16": {"layers": 8, "hidden": 512, "sequence": 128, "steps": 8, "batch_sizes": (24, 48)},
     "fp32": {"layers": 8, "hidden": 384, "sequence": 128, "steps": 8, "batch_sizes": (12, 24)},
 }
-"""Default settings for a GPU, and for a CPU by its faster dtype."""
+"""Default settings for a GPU, and for a CPU with each dtype."""
 
 WITH_STATES: dict[str, Any] = {"layers": 4, "batch_sizes": (16,)}
-"""Default settings with offloaded optimizer states. A step moves all states, so the batch must be large."""
+"""Default settings with offloaded optimizer states. Each step reads and writes all states, so
+the batch must be large."""
 
 STATES = {
     "offload": tba.StatesConfig(),
@@ -65,7 +66,7 @@ SEED = 1234
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Settings of a demo. A budget is a number of bytes, or as a ``float`` a share of the peak of keep."""
+    """Settings of a demo. A budget is a number of bytes, or a ``float``: a fraction of the peak of keep."""
 
     shape: GptShape
     sizes: tuple[int, ...]
@@ -177,11 +178,11 @@ def _budget(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 < (share := float(text[:-1]) / 100) < math.inf:
             return share
-    raise ConfigError(f"not a budget: {text!r}. Pass a size such as 64MiB, or a share of keep's peak: 35%")
+    raise ConfigError(f"not a budget: {text!r}. Pass a size such as 64MiB, or a percentage of keep's peak")
 
 
 def _refuse_what_does_not_fit(job: Job, available: int) -> None:
-    """Raise an error if the training processes need more memory than available."""
+    """Raise an error if the training processes need more memory than is available."""
     shape, item = job.shape, DTYPES[job.shape.dtype].itemsize
     scores = shape.heads * shape.sequence * (8 + 3 * item)  # attention saves two in fp32 around the softmax
     activations = max(job.sizes) * shape.sequence * (20 * item * shape.hidden + scores)
@@ -198,7 +199,7 @@ def run_demo(job: Job, say: Say, *, time_limit: float = math.inf) -> dict[str, A
     """Train all strategies, write run logs, pictures and ``summary.json``, and return the summary."""
     if old := sorted(job.output.glob("*.jsonl")):
         raise ConfigError(
-            f"{job.output}: the directory has run logs of another run ({old[0].name}). Name a new directory"
+            f"{job.output}: the directory has run logs of another run ({old[0].name}). Pass a new directory"
         )
     job.output.mkdir(parents=True, exist_ok=True)
     keys = [(size, name) for size in job.sizes for name in job.strategies]
@@ -231,7 +232,7 @@ def run_demo(job: Job, say: Say, *, time_limit: float = math.inf) -> dict[str, A
 
 
 def _limits(job: Job, size: int, scratch: Path, say: Say) -> dict[str, int]:
-    """Return the budgets in bytes. For shares of keep's peaks, first train a few steps of keep."""
+    """Return the budgets in bytes. If a budget is a fraction of keep's peak, first measure this peak."""
     given = {"activation_bytes": job.budget, "device_bytes": job.device_budget}
     peaks: dict[str, int] = {}
     if any(isinstance(value, float) for value in given.values()):

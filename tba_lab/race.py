@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     Say = Callable[[str], object]
 
 MEASURE_EVERY = 4
-"""Interval of rounds that measure memory, whose times do not count: sampling uses part of a core."""
+"""Every fourth round measures memory. Times of these rounds do not count, because sampling uses a core."""
 
 _SILENCE = 5.0
 FAST_ALLOCATOR = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # direct I/O pins 512 times fewer pages
@@ -39,7 +39,7 @@ class RaceError(TbaError, RuntimeError):
 
 
 class Entrant(NamedTuple):
-    """Run of a comparison, whose process calls ``step`` and ``close`` of ``make(**arguments)``."""
+    """One run of a comparison. Its process calls ``step`` and ``close`` of ``make(**arguments)``."""
 
     make: Callable[..., Any]
     arguments: Mapping[str, Any] = {}
