@@ -7,7 +7,6 @@ possible improvements.
 from __future__ import annotations
 
 import os
-import platform
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -153,18 +152,11 @@ def examine(directories: Sequence[str], device: Device, *, bench: bool = False) 
             directory, the benchmark takes about 15 seconds and half a GiB.
 
     Returns:
-        JSON values with the keys ``machine`` and ``directories``. The value for each directory has the keys
-            ``location``, ``bytes_per_second``, ``store`` and ``bench``. ``store`` has the kind and the path
-            that ``auto`` chooses, and the reason. ``bench`` has a row for each block size and number of
-            threads. After an error, the key ``error`` has the message, and the later keys are missing.
+        JSON values for each directory, with the keys ``location``, ``bytes_per_second``, ``store`` and
+            ``bench``. ``store`` has the kind and the path that ``auto`` chooses, and the reason. ``bench``
+            has a row for each block size and number of threads. If a directory cannot be used, the key
+            ``error`` has the message.
     """
-    where = device.torch_device
-    machine = {
-        "device": torch.get_device_module(where).get_device_name(where) if where.type == "cuda" else "cpu",
-        "kernel": platform.release(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-    }
     found: dict[str, dict[str, Any]] = {directory: {} for directory in directories}
     for directory, facts in found.items():
         try:
@@ -175,7 +167,7 @@ def examine(directories: Sequence[str], device: Device, *, bench: bool = False) 
             facts["bench"] = list(_bench(directory, device)) if bench else []
         except StoreError as error:
             facts["error"] = error.strerror or str(error)
-    return {"machine": machine, "directories": found}
+    return {"directories": found}
 
 
 def _bench(directory: str, device: Device) -> Iterator[dict[str, Any]]:
@@ -189,7 +181,6 @@ def _bench(directory: str, device: Device) -> Iterator[dict[str, Any]]:
 
 def lines(findings: dict[str, Any]) -> Iterator[str]:
     """Yield the result of :func:`examine` as lines of text."""
-    yield "; ".join(f"{name} {value or 'not found'}" for name, value in findings["machine"].items())
     for directory, found in findings["directories"].items():
         yield visible(directory)
         if "error" in found:

@@ -466,19 +466,16 @@ class Offloader:
             ref.write = None
         return True
 
-    def _not_written(self, transfer: Transfer, ref: SavedRef, saved: SavedStorage | None) -> None:
+    def _not_written(self, transfer: Any, ref: SavedRef, saved: SavedStorage | None) -> None:
         """Keep bytes in memory after a failed write.
 
         The policy decides whether the failed write is an error.
         """
-        error: Any = transfer.error
-        memory, transfer.memory = transfer.memory, None
+        error, memory, transfer.memory = transfer.error, transfer.memory, None
         if saved is None:
             self.window.free(ref)
             return
-        is_new, ref.state = ref.state is State.WRITING, State.KEPT
-        if memory is not None:
-            saved.memory = memory.storage
+        is_new, ref.state, saved.memory = ref.state is State.WRITING, State.KEPT, memory.storage
         self.window.settle(ref)
         if self.keep_when_full and is_of_drive(error):
             self.window.stats.fallback_kept += ref.nbytes if is_new else 0
