@@ -11,28 +11,22 @@ from __future__ import annotations
 import os
 import random
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from harness import used_bytes
+from harness import MIB, PATIENCE, used_bytes, wait_until
 
-from tba_offload.device import READY, ByteRange, Device
+from tba_offload.device import READY, ByteRange
 from tba_offload.errors import ChecksumError, SessionError, StoreError, StoreFullError
 from tba_offload.store import MultiStore, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from tba_offload.device import Event
     from tba_offload.store import Extent, Store
-
-CPU = Device()
-MIB = 1 << 20
-PATIENCE = 120.0
-"""Seconds after which a test stops waiting and fails; a busy machine may take tens of them for nothing."""
 
 
 class Gate:
@@ -99,14 +93,6 @@ def io_threads() -> list[str]:
 
 def descriptors() -> set[str]:
     return {path.name for path in Path("/proc/self/fd").iterdir()}
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    """Waits for something that happens soon."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"did not happen within {PATIENCE:g} s"
-        time.sleep(0.001)
 
 
 class StoreContract:
@@ -205,7 +191,7 @@ class StoreContract:
                 store.release(stored.pop()[0])
         for extent, _ in stored:
             store.release(extent)
-        eventually(lambda: used_bytes(store) == 0)
+        wait_until(lambda: used_bytes(store) == 0, "all is released")
 
     def test_extents_are_reused_from_step_to_step(self, store: MultiStore) -> None:
         sizes = (10_000, 300_000, 5, 64_000, 300_000)

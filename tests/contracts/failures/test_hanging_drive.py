@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from covering import full
-from harness import made
-from store_contract import CPU, PATIENCE, Gate, pattern, write
+from harness import CPU, PATIENCE, made
+from store_contract import Gate, pattern, write
 
 from tba_offload.store import open_store
 

@@ -116,11 +116,6 @@ class Odd(nn.Module):
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no layers": ({"layers": []}, tba.ConfigError, r"layers=\[\] contains no layer\. Pass a list of layers"),
-    "a layer of another model": (
-        {"layers": [nn.Linear(2, 2)]},
-        tba.UnsupportedError,
-        r"layers\[0\] \(Linear\) is not a module of the model",
-    ),
     "no layers to be found": (
         {"model": Odd()},
         tba.UnsupportedError,

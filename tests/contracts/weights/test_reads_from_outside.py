@@ -191,19 +191,16 @@ def dequantized(training: Training) -> Any:
 # Writing
 
 
-def added_to(training: Training) -> None:
-    for weight in frozen(training.model):
+def written(training: Training) -> None:
+    for number, weight in enumerate(frozen(training.model)):
         weight.data.add_(0.01)
+        if number % 2:
+            weight.data = weight.data * 1.5
     training.step(5)
     with torch.no_grad():
         for weight in frozen(training.model):
             weight.mul_(1.25)
-
-
-def assigned(training: Training) -> None:
-    for weight in frozen(training.model):
-        weight.data = weight.data * 1.5
-        weight.data -= 0.01
+            weight[1].data.fill_(0.125)
 
 
 def written_by_an_alias(training: Training) -> Any:
@@ -221,17 +218,12 @@ def written_by_an_alias(training: Training) -> Any:
 
 def initialized(training: Training) -> None:
     torch.manual_seed(9)
-    for weight in frozen(training.model):
+    weights = frozen(training.model)
+    for weight in weights:
         nn.init.normal_(weight, std=0.05)
         nn.init.zeros_(weight[0])
-
-
-def copied_to(training: Training) -> None:
-    weights = frozen(training.model)
     with torch.no_grad():
         torch._foreach_lerp_(weights, [weight.flip(0) for weight in weights], weight=0.25)
-    for weight in weights:
-        weight[1].data.fill_(0.125)
 
 
 def loaded(training: Training) -> None:
@@ -267,18 +259,13 @@ def updated(training: Training) -> None:
 
 
 def averaged(training: Training) -> Any:
-    average = AveragedModel(make("Llama"), multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    ways = {"multi_avg_fn": get_ema_multi_avg_fn(0.5)}, {"avg_fn": lambda mean, new, _: 0.5 * (mean + new)}
+    averages = [AveragedModel(make("Llama"), **way) for way in ways]
     for number in range(7, 10):
-        average.update_parameters(training.model)
+        for average in averages:
+            average.update_parameters(training.model)
         training.step(number)
-    return list(average.parameters())
-
-
-def averaged_one_by_one(training: Training) -> Any:
-    average = AveragedModel(make("Llama"), avg_fn=lambda mean, new, _: 0.5 * mean + 0.5 * new)
-    average.update_parameters(training.model)
-    average.update_parameters(training.model)
-    return list(average.parameters())
+    return [list(average.parameters()) for average in averages]
 
 
 def kept_in_place(training: Training) -> None:
@@ -287,19 +274,9 @@ def kept_in_place(training: Training) -> None:
 
 RIGHT: tuple[Use, ...] = (
     *(as_values, as_arrays, as_text, as_metadata, as_parts, as_a_state_dict, as_an_average_of_state_dicts),
-    *(as_files, as_a_penalty, as_a_penalty_on_products, within_hooks, within_another_thread, added_to),
-    *(
-        assigned,
-        written_by_an_alias,
-        initialized,
-        copied_to,
-        loaded,
-        merged,
-        merged_safely,
-        disabled,
-        updated,
-    ),
-    *(averaged, averaged_one_by_one, kept_in_place),
+    *(as_files, as_a_penalty, as_a_penalty_on_products, within_hooks, within_another_thread, written),
+    *(written_by_an_alias, initialized, loaded, merged, merged_safely, disabled, updated, averaged),
+    *(kept_in_place,),
 )
 QUANTIZED: tuple[Use, ...] = (
     *(as_metadata, as_parts, as_text, as_a_state_dict, within_hooks, dequantized, merged, disabled, updated),

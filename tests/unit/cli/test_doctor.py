@@ -11,7 +11,8 @@ import fake_kvikio
 import pytest
 from commands import call
 from fake_kvikio import PinningDevice
-from store_contract import CPU, descriptors
+from harness import CPU
+from store_contract import descriptors
 
 from tba_offload import device as streams
 from tba_offload.store import doctor, gds

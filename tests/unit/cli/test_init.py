@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from commands import call
-from store_contract import CPU
+from harness import CPU
 
 from tba_offload import device as streams
 from tba_offload.config import SCHEMA_URL, load_config

@@ -315,19 +315,32 @@ def test_lightning(package: types.ModuleType, callback: Any) -> None:
     assert is_given_back(module)
 
 
-# The examples, and what the documentation says
+# The examples
 
 
-TWICE = """
-import os, runpy, sys
-folder, example, options, *placements = sys.argv[1:]
+IN_TURN = """
+import os, runpy, sys, warnings
+folder, example, option, *values = sys.argv[1:]
+warnings.simplefilter("ignore")
 os.chdir(folder)
 os.environ["HF_HUB_OFFLINE"] = "1"
-for placement in placements:
-    sys.argv = [example, *options.split(), "--steps", "2", "--placement", placement]
-    print("placement:", placement, flush=True)
+for value in values:
+    sys.argv = [example, *option.split(), value]
+    print("run:", value, flush=True)
     runpy.run_path(example, run_name="__main__")
 """
+
+
+def printed_by(python: Warm, name: str, directory: Path, option: str, *values: str) -> list[str]:
+    """What an example prints for each value of an option. The losses of its two steps are the same."""
+    example = str(EXAMPLES / f"train_{name}.py")
+    done = python.run("-c", IN_TURN, str(directory), example, f"--steps 2 {option}", *values)
+    assert done.returncode == 0, done.stderr[-4000:]
+    runs = done.stdout.split("run: ")[1:]
+    losses = [re.findall(r"loss ([\d.]+),", run) for run in runs]
+    assert len(losses[0]) == 2
+    assert losses == losses[:1] * len(values)
+    return runs
 
 
 PROGRAMS = ["pytorch", "huggingface", "accelerate", "lightning", "long_context"]
@@ -335,17 +348,24 @@ OPTIONS = {"long_context": "--length 1024 --chunk 128"}
 
 
 @pytest.mark.parametrize("name", of_which(PROGRAMS, "pytorch"))
-def test_an_example(name: str, tmp_path: Path, python_with_torch: Warm) -> None:
-    """Its losses are the same to the last bit, and its peak is a fraction."""
+def test_the_peak_of_an_example_is_a_fraction(name: str, tmp_path: Path, python_with_torch: Warm) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text("default: offload\nbudget:\n  in_flight_bytes: 4MiB\n")
-    example = str(EXAMPLES / f"train_{name}.py")
-    arguments = example, OPTIONS.get(name, ""), "keep", "offload", str(policy)
-    done = python_with_torch.run("-c", TWICE, str(tmp_path), *arguments)
-    assert done.returncode == 0, done.stderr
-    runs = done.stdout.split("placement: ")[1:]
-    losses = [re.findall(r"loss ([\d.]+),", run) for run in runs]
+    option = f"{OPTIONS.get(name, '')} --placement"
+    runs = printed_by(python_with_torch, name, tmp_path, option, "keep", "offload", str(policy))
     peaks = [[float(peak) for peak in re.findall(r"peak ([\d.]+) MiB", run)] for run in runs]
-    assert len(losses[0]) == 2
-    assert losses[0] == losses[1] == losses[2]
     assert all(0 < peak < 0.5 * keep for run in peaks[1:] for peak, keep in zip(run, peaks[0], strict=True))
+
+
+@pytest.mark.parametrize(("name", "share"), [("qlora", 1.0), ("experts", 0.8)])
+def test_an_example_reads_at_most_a_share_of_its_frozen_weights_twice(
+    name: str, share: float, tmp_path: Path, python_with_torch: Warm
+) -> None:
+    """Once for the forward and once for the backward of a step."""
+    runs = printed_by(python_with_torch, name, tmp_path, "--frozen", "keep", "offload")
+    kept, read = (
+        [float(each) for each in re.findall(r"([\d.]+) MiB of frozen weights read", run)] for run in runs
+    )
+    needed = [float(each) for each in re.findall(r"of ([\d.]+) MiB that forward", runs[1])]
+    assert not any(kept)
+    assert all(0 < each <= share * most for each, most in zip(read, needed, strict=True))

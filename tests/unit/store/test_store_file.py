@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from faults import inject
-from store_contract import CPU, StoreContract, get, pattern, put
+from harness import CPU
+from store_contract import StoreContract, get, pattern, put
 
 from tba_offload.errors import ChecksumError, StoreError, StoreFullError, UnsupportedError
 from tba_offload.store import Extent, open_store

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from store_contract import CPU, MIB, StoreContract, get, pattern, put
+from harness import CPU, MIB
+from store_contract import StoreContract, get, pattern, put
 
 from tba_offload.device import ByteRange, Device
 from tba_offload.errors import StoreFullError

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from harness import KIB, Drive, DrivenHostStore, assert_all_given_back, made, session_for, used_bytes
-from models import assert_same_history, make_model, train
-from store_contract import (
+from harness import (
     CPU,
+    KIB,
     MIB,
     PATIENCE,
-    Gate,
-    descriptors,
-    get,
-    io_threads,
-    pattern,
-    put,
-    write,
+    Drive,
+    DrivenHostStore,
+    assert_all_given_back,
+    made,
+    session_for,
+    used_bytes,
 )
+from models import assert_same_history, make_model, train
+from store_contract import Gate, descriptors, get, io_threads, pattern, put, write
 
 from tba_offload.errors import (
     ConfigError,
