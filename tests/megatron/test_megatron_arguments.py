@@ -50,10 +50,7 @@ def test_flags_alone_make_a_policy(tmp_path: Path) -> None:
     assert config_of(flags) == OffloadConfig(
         default=Placement.AUTO,
         budget=BudgetConfig(
-            activation_bytes=12 * GIB,
-            device_bytes=70 * GIB,
-            in_flight_bytes=GIB,
-            objective=Objective.MEMORY,
+            activation_bytes=12 * GIB, device_bytes=70 * GIB, in_flight_bytes=GIB, objective=Objective.MEMORY
         ),
         store=StoreConfig(kind="file", directories=tuple(directories), host_capacity=2 * GIB, checksum=True),
     )

@@ -39,11 +39,7 @@ def memory_event(step: int, names: list[str], **phases: dict[str, Any]) -> dict[
 
 
 def write_run(
-    path: Path,
-    *events: dict[str, Any],
-    steps: int = 6,
-    header: dict[str, Any] | None = None,
-    **fields: Any,
+    path: Path, *events: dict[str, Any], steps: int = 6, header: dict[str, Any] | None = None, **fields: Any
 ) -> Path:
     record: dict[str, Any] = {
         "seconds": 0.5,

@@ -54,11 +54,7 @@ class Warm:
         return finished
 
     def run_together(
-        self,
-        programs: Sequence[Sequence[str]],
-        variables: Sequence[Mapping[str, str]],
-        *,
-        timeout: float,
+        self, programs: Sequence[Sequence[str]], variables: Sequence[Mapping[str, str]], *, timeout: float
     ) -> list[subprocess.CompletedProcess[str]]:
         """As :meth:`run`, for programs that run at once; the others end soon where one fails."""
         places = [(self._folder / f"output{n}", self._folder / f"errors{n}") for n in range(len(programs))]

@@ -195,10 +195,7 @@ SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model": partial(Towers, sparse=False), "train": few_tokens},
         {"model": partial(Towers, sparse=True), "train": few_tokens},
     ),
-    "gradients": (
-        ADAMW | {"states": AWAY},
-        ADAMW | {"states": AWAY | {"when": "backward"}},
-    ),
+    "gradients": (ADAMW | {"states": AWAY}, ADAMW | {"states": AWAY | {"when": "backward"}}),
     "optimizer states": (ADAMW, ADAMW | {"states": AWAY}),
     "frozen weights": (
         {"model": frozen, "train": few_tokens},

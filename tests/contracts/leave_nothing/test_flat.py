@@ -145,9 +145,7 @@ def all_objects() -> Counter[str]:
 
 
 @pytest.mark.parametrize("placement", of_which(PLACEMENTS, "offload", "recompute-offload"))
-def test_a_loop_that_holds_its_loss_until_the_next_one_grows_by_records_only(
-    placement: str,
-) -> None:
+def test_a_loop_that_holds_its_loss_until_the_next_one_grows_by_records_only(placement: str) -> None:
     """What accumulates the gradient of a parameter outlives each step there: no hook may stay at it."""
     model = make_model(layers=2)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -118,9 +118,7 @@ CALLS = {causal: 1, twice: 2, grouped: 1, by_products: 0, compiled: 0, masked: N
 
 @COMPILER_LOOKS
 @pytest.mark.parametrize(
-    ("attend", "calls"),
-    CALLS.items(),
-    ids=lambda value: getattr(value, "__name__", str(value)),
+    ("attend", "calls"), CALLS.items(), ids=lambda value: getattr(value, "__name__", str(value))
 )
 def test_all_attention_has_the_bits_of_plain_training(attend: Attend, calls: int | None) -> None:
     """What fused attention puts out travels."""

@@ -102,10 +102,7 @@ def test_the_processor_takes_the_fused_kernel_where_the_choice_is_left_to_pytorc
 
 def test_a_slow_device_leaves_more_to_the_processor_and_the_time_is_foretold(tmp_path: Path) -> None:
     found = Given(looped("adamw"), device=lagging.LAG)
-    with (
-        lagging.late(operations=0.003),
-        tba.offload_optimizer(found.optimizer, lanes(tmp_path)) as states,
-    ):
+    with lagging.late(operations=0.003), tba.offload_optimizer(found.optimizer, lanes(tmp_path)) as states:
         for seed in range(4):
             found.step(seed)
             torch.accelerator.synchronize()

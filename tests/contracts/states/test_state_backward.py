@@ -15,12 +15,7 @@ from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
 import tba_offload as tba
-from tba_offload.errors import (
-    RecomputationError,
-    SessionError,
-    StatesAwayError,
-    TransferError,
-)
+from tba_offload.errors import RecomputationError, SessionError, StatesAwayError, TransferError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -163,8 +158,7 @@ def borrowed(
 
 
 @pytest.mark.parametrize(
-    ("use", "placement"),
-    [*combinations(list(USES), ["keep", "offload"], together=1), ("tied", "recompute")],
+    ("use", "placement"), [*combinations(list(USES), ["keep", "offload"], together=1), ("tied", "recompute")]
 )
 def test_a_layer_uses_the_weight_of_a_later_one(use: str, placement: str, tmp_path: Path) -> None:
     assert_same_tensors(borrowed(tmp_path, use, placement), borrowed(tmp_path, use))

@@ -220,9 +220,7 @@ assert random.getstate() == state
 """
 
 
-def test_the_first_session_of_a_process_leaves_numbers_of_python_alone(
-    python_with_torch: Warm,
-) -> None:
+def test_the_first_session_of_a_process_leaves_numbers_of_python_alone(python_with_torch: Warm) -> None:
     """Though packages that it imports draw some."""
     done = python_with_torch.run("-c", FIRST)
     assert done.returncode == 0, done.stderr

@@ -26,12 +26,7 @@ from harness import (
 from models import assert_same_history, make_model, train
 from store_contract import Gate, descriptors, get, io_threads, pattern, put, write
 
-from tba_offload.errors import (
-    ConfigError,
-    StoreError,
-    StoreFullError,
-    TransferError,
-)
+from tba_offload.errors import ConfigError, StoreError, StoreFullError, TransferError
 from tba_offload.store import MultiStore, Transfer, open_store
 from tba_offload.store.host import HostStore
 
