@@ -89,16 +89,10 @@ def make_chunk(kind: Kind) -> nn.Module:
     from tba_lab.megatron_cpu import seed_all
 
     seed_all(1)
-    config = TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=4,
-        use_cpu_initialization=True,
-        bf16=kind.dtype == torch.bfloat16,
-        fp16=kind.dtype == torch.float16,
-        params_dtype=kind.dtype,
-        gradient_accumulation_fusion=False,
-    )
+    precision = {"bf16": kind.dtype == torch.bfloat16, "fp16": kind.dtype == torch.float16}
+    sizes = {"num_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": 4}
+    on_a_cpu = {"use_cpu_initialization": True, "gradient_accumulation_fusion": False}
+    config = TransformerConfig(**sizes, **on_a_cpu, **precision, params_dtype=kind.dtype)
     spec = get_gpt_layer_local_spec(normalization=config.normalization)
     model = GPTModel(config, spec, vocab_size=VOCAB, max_sequence_length=SEQUENCE)
     settings = DistributedDataParallelConfig(
@@ -111,22 +105,11 @@ def make_chunk(kind: Kind) -> nn.Module:
 def make_optimizer(kind: Kind, chunk: nn.Module) -> Any:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    return get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=1e-2,
-            weight_decay=0.1,
-            bf16=kind.dtype == torch.bfloat16,
-            fp16=kind.dtype == torch.float16,
-            initial_loss_scale=2.0**10,
-            hysteresis=1,
-            params_dtype=kind.dtype,
-            clip_grad=1.0,
-            log_num_zeros_in_grad=True,
-            use_distributed_optimizer=kind.distributed,
-        ),
-        [chunk],
-    )
+    precision = {"bf16": kind.dtype == torch.bfloat16, "fp16": kind.dtype == torch.float16}
+    scaling = {"initial_loss_scale": 2.0**10, "hysteresis": 1, "params_dtype": kind.dtype}
+    adam = {"optimizer": "adam", "lr": 1e-2, "weight_decay": 0.1, "clip_grad": 1.0}
+    more = {"log_num_zeros_in_grad": True, "use_distributed_optimizer": kind.distributed}
+    return get_megatron_optimizer(OptimizerConfig(**adam, **precision, **scaling, **more), [chunk])
 
 
 def offload(optimizer: Any, store: Path) -> Iterator[OptimizerStates]:

@@ -457,57 +457,30 @@ def make_config(layout: Layout) -> Any:
     from megatron.core.transformer import TransformerConfig
 
     dtype = torch.bfloat16 if layout.bf16 else torch.float32
-    settings: dict[str, Any] = {
-        "num_layers": layout.layers,
-        "hidden_size": layout.hidden,
-        "num_attention_heads": HEADS,
-        "use_cpu_initialization": True,
-        "hidden_dropout": 0.1,
-        "attention_dropout": 0.1,
-        "bf16": layout.bf16,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "attention_softmax_in_fp32": True,
-        "masked_softmax_fusion": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "apply_rope_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "tensor_model_parallel_size": layout.tensor,
-        "pipeline_model_parallel_size": layout.pipeline,
-        "sequence_parallel": layout.sequence_parallel,
-        "expert_model_parallel_size": layout.expert,
-        "deallocate_pipeline_outputs": True,  # like the scripts: what a stage has sent is freed
-    }
+    settings: dict[str, Any] = {"num_layers": layout.layers, "hidden_size": layout.hidden}
+    settings |= {"num_attention_heads": HEADS, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+    settings |= {"bf16": layout.bf16, "params_dtype": dtype, "pipeline_dtype": dtype}
+    settings |= {"use_cpu_initialization": True, "attention_softmax_in_fp32": True}
+    fusions = ("masked_softmax", "bias_activation", "bias_dropout", "gradient_accumulation")
+    settings |= {"apply_rope_fusion": False} | {f"{name}_fusion": False for name in fusions}
+    for name in ("tensor", "pipeline", "expert"):
+        settings[f"{name}_model_parallel_size"] = getattr(layout, name)
+    settings["sequence_parallel"] = layout.sequence_parallel
+    settings["deallocate_pipeline_outputs"] = True  # like the scripts: what a stage has sent is freed
     if layout.chunks > 1:
-        settings |= {
-            "virtual_pipeline_model_parallel_size": layout.chunks,
-            "overlap_p2p_comm": True,
-            "batch_p2p_comm": False,
-        }
+        settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+        settings["virtual_pipeline_model_parallel_size"] = layout.chunks
     if layout.recompute_attention:
         settings |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     return TransformerConfig(**settings | _STYLES.get(layout.model, {}))
 
 
-_MOE: dict[str, Any] = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_router_load_balancing_type": "aux_loss",
-    "moe_aux_loss_coeff": 0.01,
-    "moe_token_dispatcher_type": "alltoall",
-    "expert_tensor_parallel_size": 1,
-    "add_bias_linear": False,
-}
+_MOE: dict[str, Any] = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01}
+_MOE |= {"moe_router_load_balancing_type": "aux_loss", "moe_token_dispatcher_type": "alltoall"}
+_MOE |= {"expert_tensor_parallel_size": 1, "add_bias_linear": False}
+_LLAMA = {"num_query_groups": 2, "normalization": "RMSNorm", "gated_linear_unit": True, "ffn_hidden_size": 64}
 _STYLES: dict[str, dict[str, Any]] = {
-    "llama": {
-        "num_query_groups": 2,
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
-        "ffn_hidden_size": 64,
-    },
+    "llama": _LLAMA | {"activation_func": F.silu, "add_bias_linear": False},
     "moe": _MOE,
     # Routers count tokens in buffers, and balance by averages over micro-batches and by a bias.
     "balanced moe": _MOE
@@ -555,6 +528,9 @@ def make_chunks(layout: Layout, config: Any) -> list[nn.Module]:
     ]
 
 
+SIZES = {"vocab_size": VOCAB, "max_sequence_length": SEQUENCE}
+
+
 def make_gpt(layout: Layout, config: Any, **where: Any) -> nn.Module:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
@@ -563,16 +539,9 @@ def make_gpt(layout: Layout, config: Any, **where: Any) -> nn.Module:
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization=config.normalization)
     if layout.model == "mtp":
         further = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
-    model: nn.Module = GPTModel(
-        config,
-        spec,
-        vocab_size=VOCAB,
-        max_sequence_length=SEQUENCE,
-        position_embedding_type="rope" if llama else "learned_absolute",
-        share_embeddings_and_output_weights=not llama,
-        mtp_block_spec=further,
-        **where,
-    )
+    embedded = {"position_embedding_type": "rope" if llama else "learned_absolute"}
+    settings: dict[str, Any] = {**embedded, "mtp_block_spec": further, **SIZES, **where}
+    model: nn.Module = GPTModel(config, spec, share_embeddings_and_output_weights=not llama, **settings)
     return model
 
 
@@ -580,15 +549,8 @@ def make_bert(layout: Layout, config: Any, **where: Any) -> nn.Module:
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
     from megatron.core.models.bert.bert_model import BertModel
 
-    model: nn.Module = BertModel(
-        config,
-        num_tokentypes=2,
-        transformer_layer_spec=bert_layer_local_spec,
-        vocab_size=VOCAB,
-        max_sequence_length=SEQUENCE,
-        share_embeddings_and_output_weights=True,
-        **where,
-    )
+    settings: dict[str, Any] = {"share_embeddings_and_output_weights": True, **SIZES, **where}
+    model: nn.Module = BertModel(config, 2, bert_layer_local_spec, **settings)
     return model
 
 
@@ -596,16 +558,10 @@ def make_t5(layout: Layout, config: Any, **where: Any) -> nn.Module:
     from megatron.core.models.T5 import t5_spec
     from megatron.core.models.T5.t5_model import T5Model
 
-    model: nn.Module = T5Model(
-        config=config,
-        encoder_config=copy.deepcopy(config),
-        transformer_encoder_layer_spec=t5_spec.get_t5_encoder_with_local_block_spec(layout.layers),
-        transformer_decoder_layer_spec=t5_spec.get_t5_decoder_with_local_block_spec(layout.layers),
-        vocab_size=VOCAB,
-        max_sequence_length=SEQUENCE,
-        share_embeddings_and_output_weights=True,
-        **where,
-    )
+    encoder = t5_spec.get_t5_encoder_with_local_block_spec(layout.layers)
+    decoder = t5_spec.get_t5_decoder_with_local_block_spec(layout.layers)
+    settings: dict[str, Any] = {"share_embeddings_and_output_weights": True, **SIZES, **where}
+    model: nn.Module = T5Model(config, copy.deepcopy(config), encoder, decoder, **settings)
     return model
 
 

@@ -224,17 +224,11 @@ def test_the_planner_recomputes_layers_also_if_they_fill_a_cache(use_cache: bool
 def shared_keys() -> Any:
     """Gemma 4, whose last layers read the keys and values that earlier ones hand on in a dict."""
     torch.manual_seed(0)
-    config = transformers.Gemma4TextConfig(
-        **{**DECODER, **LANGUAGE},
-        head_dim=16,
-        global_head_dim=16,
-        num_kv_shared_layers=1,
-        hidden_size_per_layer_input=16,
-        vocab_size_per_layer_input=LANGUAGE["vocab_size"],
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention", "full_attention"],
-        use_cache=False,
-    )
+    sizes = {"head_dim": 16, "global_head_dim": 16, "num_kv_shared_layers": 1, "sliding_window": 8}
+    sizes |= {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": LANGUAGE["vocab_size"]}
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    settings: dict[str, Any] = {**DECODER, **LANGUAGE, **sizes, "layer_types": kinds, "use_cache": False}
+    config = transformers.Gemma4TextConfig(**settings)
     return transformers.Gemma4ForCausalLM(config).train()
 
 

@@ -30,18 +30,9 @@ if TYPE_CHECKING:
 transformers, peft = Later("transformers"), Later("peft")
 
 LAYERS, VOCABULARY = 4, 64
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SIZES |= {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 EXPERTS = 8
 PICKED = {"num_experts_per_tok": 2}
 QWEN2_MOE = {"num_experts": EXPERTS, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}

@@ -250,34 +250,19 @@ def test_experts_in_one_parameter(
     compare(lambda: fused("Mixtral", implementation), way, tmp_path)
 
 
+MLA = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+# With a shared expert, a dense first layer, and groups of experts
+GROUPS = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+ALL_TOKENS = {"num_local_experts": 8, "num_experts_per_tok": 1, "intermediate_size_mlp": 128, "head_dim": 16}
 OTHERS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 8, "moe_intermediate_size": 64, "head_dim": 16},
     # With biases, and the other way round
     "GptOss": {"num_local_experts": 8, "head_dim": 16, "layer_types": ["full_attention"] * LAYERS},
-    # With a shared expert, a dense first layer, and groups of experts
-    "DeepseekV3": {
-        "n_routed_experts": 8,
-        "moe_intermediate_size": 64,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 16,
-        "num_key_value_heads": 4,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 16,
-    },
+    "DeepseekV3": GROUPS | MLA | {"moe_intermediate_size": 64, "num_key_value_heads": 4},
     "Olmoe": {"num_experts": 8},
     "FlexOlmo": {"num_experts": 8},
     "Phimoe": {"num_local_experts": 8},
-    # All experts get all tokens
-    "Llama4": {
-        "num_local_experts": 8,
-        "num_experts_per_tok": 1,
-        "intermediate_size_mlp": 128,
-        "head_dim": 16,
-    },
+    "Llama4": ALL_TOKENS,
 }
 
 

@@ -93,16 +93,9 @@ def is_given_back(model: nn.Module) -> bool:
 
 
 def trainer_of(directory: Path, callbacks: list[Any], settings: dict[str, Any]) -> Any:
-    fixed: dict[str, Any] = {
-        "output_dir": str(directory),
-        "use_cpu": True,
-        "max_steps": 4,
-        "per_device_train_batch_size": BATCH,
-        "logging_steps": 2,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
+    fixed: dict[str, Any] = {"output_dir": str(directory), "use_cpu": True, "max_steps": 4}
+    fixed |= {"per_device_train_batch_size": BATCH, "logging_steps": 2}
+    fixed |= {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
     arguments = transformers.TrainingArguments(**fixed | settings)
     data = {"train_dataset": texts(), "eval_dataset": texts()[:4]}
     return transformers.Trainer(model=tiny_llama(), args=arguments, callbacks=callbacks, **data)
@@ -278,16 +271,9 @@ def module_of(package: types.ModuleType, **methods: Callable[..., object]) -> An
 
 def fit(package: types.ModuleType, module: Any, *callbacks: Any, **settings: Any) -> Any:
     batches = torch.utils.data.DataLoader([make_tokens(n, batch=1)[0] for n in range(16)], batch_size=BATCH)
-    trainer = package.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        callbacks=list(callbacks),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **settings,
-    )
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    fixed: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 1, "callbacks": list(callbacks)}
+    trainer = package.Trainer(**fixed, **dict.fromkeys(quiet, False), **settings)
     trainer.fit(module, batches, batches)
     return trainer
 

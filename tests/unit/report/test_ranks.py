@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from commands import call
@@ -23,20 +23,11 @@ def write(path: Path, rank: int, *, steps: int = 3, run: str = "one") -> Path:
     header = RunHeader(strategy="offload", run=run, rank=rank, ranks=2, model={"batch_size": 4})
     with RunLogWriter(path, header) as writer:
         for step in range(1, steps + 1):
-            record = StepRecord(
-                step=step,
-                seconds=1.0 + rank,
-                stall_seconds=0.5 - 0.25 * rank,
-                loss=float(step) if rank else None,
-                tokens=100,
-                model_flops=1e12,
-                activation_peak_bytes=(2 - rank) * GIB,
-                peak_source="cuda allocator",
-                offloaded_bytes=1000,
-                in_flight_peak_bytes=10 + rank,
-                scopes=4,
-            )
-            writer.write(record)
+            times = {"seconds": 1.0 + rank, "stall_seconds": 0.5 - 0.25 * rank}
+            sizes = {"activation_peak_bytes": (2 - rank) * GIB, "in_flight_peak_bytes": 10 + rank}
+            more = {"tokens": 100, "model_flops": 1e12, "offloaded_bytes": 1000, "scopes": 4}
+            figures: dict[str, Any] = {**times, **sizes, **more, "loss": float(step) if rank else None}
+            writer.write(StepRecord(step=step, peak_source="cuda allocator", **figures))
     return path
 
 

@@ -36,19 +36,11 @@ def save(path: Path, seconds: Sequence[float], peaks: Sequence[int | None] = (),
 def make(strategy: str, batch_size: int, peak: int, throughput: float) -> RokPoint:
     """A point with its peak in MiB, whose step time follows from its throughput."""
     seconds = 1e14 / throughput
-    return RokPoint(
-        strategy=strategy,
-        batch_size=batch_size,
-        activation_peak_bytes=peak * MIB,
-        throughput=throughput,
-        unit="FLOP/s",
-        step_seconds=seconds,
-        lower_quartile_seconds=seconds,
-        upper_quartile_seconds=seconds,
-        steps=8,
-        source=f"runs/{strategy}-{batch_size}.jsonl",
-        peak_source="cuda allocator",
-    )
+    quartiles = {"lower_quartile_seconds": seconds, "upper_quartile_seconds": seconds}
+    speed: dict[str, Any] = {"throughput": throughput, "unit": "FLOP/s", "step_seconds": seconds, **quartiles}
+    run = {"strategy": strategy, "batch_size": batch_size, "source": f"runs/{strategy}-{batch_size}.jsonl"}
+    memory = {"activation_peak_bytes": peak * MIB, "peak_source": "cuda allocator"}
+    return RokPoint(**run, **memory, **speed, steps=8)
 
 
 CURVES = [
