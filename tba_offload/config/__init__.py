@@ -178,11 +178,11 @@ class StatesConfig:
     states, and ``keep`` keeps the copies in memory."""
 
     update: Literal["device", "host", "auto"] = "device"
-    """Processor that computes the updates. ``device`` updates on the device, ``host`` updates on the CPU with
-    states in host
-    memory, and ``auto`` updates on both at the same time. The CPU may round differently, so with ``host`` or
-    ``auto`` parameters may differ from plain training in some bits. With ``auto``, parameters may also differ
-    between runs. ``host`` and ``auto`` are experimental. Without an accelerator, ``update`` has no effect."""
+    """Processor that computes the updates. ``device`` updates on the device. ``host`` updates on the CPU,
+    with states in host memory. ``auto`` updates on both at the same time. The CPU may round differently. With
+    ``host`` and ``auto``, some bits of parameters may therefore differ from plain training. With ``auto``,
+    parameters may also differ between two runs. ``host`` and ``auto`` are experimental. Without an
+    accelerator, ``update`` has no effect."""
 
     def __post_init__(self) -> None:
         in_backward = self.when == "backward"

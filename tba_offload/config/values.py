@@ -122,7 +122,6 @@ def _directory(value: object) -> Path:
     text = str(value)
     if not isinstance(value, str | Path) or not text.strip() or "\0" in text:
         raise ConfigError(f"a directory must be a path, not {quoted(value)}")
-
     for name in re.findall(r"\$\{?(\w+)", text):
         if not os.environ.get(name):  # an empty variable would turn $SCRATCH/tba into /tba
             why = f"names the environment variable {quoted(name)}, which is empty or not set"

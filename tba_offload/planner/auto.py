@@ -10,8 +10,8 @@ TRY alternates between the best plan and the best uniform plan. In a uniform pla
 kept have the same placement. The plan with the faster measured steps wins.
 If the measured times predict that a third plan is faster, the third plan races once against the winner.
 
-HOLD keeps the winning plan. The controller makes a new plan after three consecutive steps whose times have
-changed by 10%. A change of a store rate by a third also causes a new plan.
+HOLD keeps the winning plan. The controller makes a new plan after three consecutive steps whose times differ
+by 10% from the first steps of HOLD. A change of a store rate by a third also causes a new plan.
 
 After a step that is larger than all earlier steps, the controller returns to LEARN. After a step that exceeds
 the budget, the controller makes a new plan with a smaller budget.
@@ -300,7 +300,7 @@ class Controller:
     def _forget_warm_up(self) -> None:
         """Discard times of the first step.
 
-        In the first step, files grow, caches are cold and gradients appear late.
+        In the first step, files grow, caches are empty, and gradients are allocated late.
         """
         self.rates.forget()
         self._headrooms = {}
@@ -555,7 +555,7 @@ class Controller:
             return None
         is_last = not self.task.decides and self.steps == 2 * LEARNING  # memory is measured
         if self._reported is not None and not is_last and (plan == self._reported or self.state is State.TRY):
-            return None  # the log gets the plans of a race after the race
+            return None  # plans of a race are logged after the race
         case = self._case()
         self._reported = plan
         return {

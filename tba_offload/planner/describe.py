@@ -29,7 +29,7 @@ def describe(names: Sequence[str], plan: Plan, occasion: str, case: Case) -> str
     if expected is not None:
         waits = f" ({significant(expected.stall_seconds)} s of waits)" if expected.stall_seconds else ""
         peak = readable_size(expected.activation_peak)
-        parts.append(f"predicted peak {peak}, predicted step {significant(expected.seconds)} s{waits}")
+        parts.append(f"Predicted peak {peak}, predicted step {significant(expected.seconds)} s{waits}")
     if written := written_a_day(case, plan):
         parts.append(f"The plan {written}")
     return ". ".join([*parts, reason(case), f"Reason for this plan: {occasion}"])

@@ -59,7 +59,8 @@ ASSUMED = Bandwidth(1e9, 1e9, is_assumed=True)
 """Assumed rates of drives, until a transfer is measured."""
 
 EVIDENCE = 32 << 20
-"""Number of written or read bytes after which measured rates replace the rates of the probe."""
+"""Number of written or read bytes after which the rates of steps replace the rates that a probe of the store
+measured."""
 
 
 _Size = tuple[int, int]
@@ -359,7 +360,7 @@ def _saved(
     """
     pairs = list(zip(runs, column, strict=True))
     saved_at = statistics.median(_fraction(clock(each.packed_at), run.host_forward) for run, each in pairs)
-    # If other activations are rebuilt from an activation, it may be needed before its own use.
+    # If other activations are rebuilt from this activation, backward may need it before its own use.
     until = [
         _fraction(clock(each.unpacked_at), run.host_backward)
         for run, each in pairs

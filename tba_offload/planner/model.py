@@ -345,8 +345,8 @@ class Limits:
 
     def on_device(self, device: DeviceShare) -> Limits:
         """Return these limits, reduced to the memory that ``device`` leaves for activations."""
-        # If the user set a budget, it limits activations alone. Otherwise activations may use the room of
-        # later gradients.
+        # If the user set a budget, this budget limits activations alone. Otherwise activations may use the
+        # memory of later gradients.
         nets = self.nets_gradients or self.budget is None
         budget, window = (
             device.budget if limit is None else min(limit, device.budget)

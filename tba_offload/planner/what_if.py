@@ -86,8 +86,8 @@ class Situation:
         event: Any = next((each for each in reversed(log.others) if each["event"] == PLAN), None)
         if event is None:
             raise RunLogError(
-                f"{log.path}: the run log has no plan. A plan needs three logged steps, in which all layers "
-                "are placed 'keep', or in which offloaded layers save more than budget.in_flight_bytes"
+                f"{log.path}: the run log has no plan. A plan needs three logged steps. In these steps, all "
+                "layers have placement 'keep', or offloaded layers save more than budget.in_flight_bytes"
             )
         config = OffloadConfig.from_yaml(log.header.policy or "")
         in_backward = config.states is not None and config.states.when == "backward"
@@ -249,7 +249,7 @@ def _planned(case: Case, plan: Plan) -> PlannedStep:
 
 
 def stretched(profile: StepProfile, likes: Sequence[int]) -> StepProfile:
-    """Return the profile of a step with a different list of layers.
+    """Return the profile of a step of a model with other layers.
 
     The order of passes and the compute time outside of layers do not change.
 
@@ -287,10 +287,11 @@ def _as_measured(
 
 
 def _beside_activations(steps: Sequence[StepRecord], updates: Sequence[Any]) -> tuple[int, int] | None:
-    """Return the most bytes in use before a step, with the optimizer states that it adds, and of gradients.
+    """Return the largest live bytes before a step, and the largest bytes of gradients.
 
-    If states are offloaded, the live bytes come from the last step, and states are not counted. The number of
-    states on the device may change from step to step.
+    The live bytes include the optimizer states that the step allocates. If states are offloaded, the live
+    bytes come from the last step and do not include states, because the number of states on the device may
+    change from step to step.
     """
     measured = [step for step in steps if step.base_bytes is not None]
     if updates and measured:
@@ -300,6 +301,6 @@ def _beside_activations(steps: Sequence[StepRecord], updates: Sequence[Any]) -> 
         bases = [(last.base_bytes or 0) - there]
     else:
         bases = [(step.base_bytes or 0) + (step.state_bytes or 0) for step in measured]
-    # In the first step no optimizer frees gradients in backward.
+    # In the first step, no optimizer frees gradients during backward.
     gradients = (step.gradient_peak_bytes or step.gradient_bytes or 0 for step in steps[1:] or steps)
     return (max(bases), max(gradients)) if bases else None

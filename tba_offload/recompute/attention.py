@@ -60,8 +60,8 @@ class AttentionOnce:
         _register_all()
         self._forward, self._unpack, self.nbytes = forward, unpack, 0
         self._pack: Callable[[Tensor], Any] | None = pack
-        # Calls of attention in the first run: the operation and its outputs, each with a flag if it is
-        # packed.
+        # For each call of attention in the first run: the operation and its outputs. The flag of an output is
+        # True if the output is packed.
         self._calls: list[tuple[object, list[tuple[bool, Any]]]] = []
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> object:
@@ -78,7 +78,7 @@ class AttentionOnce:
             if not isinstance(output, torch.Tensor):
                 return False, output
             self.nbytes += output.nbytes
-            alone = output.detach()  # else the packed output and its graph would hold each other
+            alone = output.detach()  # otherwise the packed output and its graph would hold each other
             # A tensor that requires a gradient is regarded as complete when it is saved. This output is
             # complete.
             return True, pack(alone.requires_grad_(alone.is_floating_point()))

@@ -232,7 +232,7 @@ class _Execution:
             self._end_first_run()
         except BaseException as error:  # noqa: BLE001 - PyTorch 2.10's checkpoint would leave its hooks on
             self._is_left = self._has_ended and self._layer.leave(error)
-            if self._is_left:  # its state has changed already, so the second run is that of any checkpoint
+            if self._is_left:  # forward has ended, so backward runs the layer again without a comparison
                 return output
             self.errors.append(error)
             self._look = self._layout = None  # arguments may hold the graph and so this object
@@ -325,7 +325,7 @@ class _Execution:
 
         with suppress(_Ended), saved_tensors_hooks(again, unpack):
             forward()
-        if has_ended:  # else forward runs a backward pass within the first run
+        if has_ended:  # otherwise forward runs a backward pass within the first run
             self._compare(second)
 
     def _compare(self, second: SavedTensors) -> None:
@@ -367,7 +367,7 @@ class Trial(_Execution):
 
     def __init__(self, layer: RecomputedLayer, forward: Callable[..., Any], given: Arguments) -> None:
         super().__init__(layer, forward, given)
-        self._is_early = False  # its faults are judged, see below
+        self._is_early = False  # `_judged` records the errors of a trial
         # This call saves the arguments through the hooks around the layer. The layer's first run comes next.
         self._number: Any = torch_checkpoint.checkpoint(self, *self.tensors, use_reentrant=False)
 
@@ -422,7 +422,7 @@ class Trial(_Execution):
 
 
 _SETTINGS: Any = {"use_reentrant": False, "determinism_check": "none"}
-"""Options for ``torch.utils.checkpoint``. Its own check is off, because the verifier checks both runs."""
+"""Options for ``torch.utils.checkpoint``. PyTorch's check is off, because the verifier compares both runs."""
 
 
 def _why_never(module: nn.Module) -> str | None:

@@ -33,12 +33,12 @@ def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     kind: Any = tensor
     if tensor.is_nested:
         raise TypeError("nested tensors")
-    if hasattr(kind, "trigger_wait"):  # a collective operation may still write to it
+    if hasattr(kind, "trigger_wait"):  # a collective operation may still write to the tensor
         yield from plain_parts(kind.trigger_wait())
     elif hasattr(kind, "__tensor_flatten__"):  # DTensor, quantized weights
         inner = (getattr(kind, name) for name in kind.__tensor_flatten__()[0])
         for part in inner:
-            if isinstance(part, torch.Tensor):  # not every attribute is a tensor: one may be a device mesh
+            if isinstance(part, torch.Tensor):  # an attribute may also be a device mesh
                 yield from plain_parts(part)
     elif tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise TypeError(f"tensors of layout {tensor.layout} and type {tensor.dtype}")
@@ -56,7 +56,7 @@ def fold(tensor: torch.Tensor) -> torch.Tensor:
     count = words.numel() // _COLUMNS
     rows, tail = words.as_strided((count, _COLUMNS), (_COLUMNS, 1)), words[count * _COLUMNS :]
     sums = rows.sum(0)
-    if tensor.itemsize >= 8:  # else an even number of changed signs would leave the sum unchanged
+    if tensor.itemsize >= 8:  # otherwise an even number of changed signs would leave the sum unchanged
         sums.add_((rows >> 32).sum(0), alpha=3)
     sums[: tail.numel()].add_(tail, alpha=5)
     if rest is not None:

@@ -130,7 +130,7 @@ class Look:
             for each in tensors if is_copied else [value]:
                 self._values.append((f"its argument {name}", each, {"": each}, ""))
         for path, inner in module.named_modules():
-            attributes = {} if _is_of_torch(inner) else vars(inner)  # sharding keeps state there
+            attributes = {} if _is_of_torch(inner) else vars(inner)  # sharding stores its state in attributes
             self._values += [
                 (".".join(filter(None, ("self", path, key))), value, owner, key)
                 for owner in (inner._parameters, inner._buffers, attributes)

@@ -202,7 +202,8 @@ class StepRecord:
             weights are offloaded. ``stall_seconds`` does not include this time.
         left_alone_scopes: Number of layer runs without hooks of tba-offload, because saved-tensor hooks of
             other code were active.
-        planning_seconds: Time that training waited for the planner before the step; None without a planner.
+        planning_seconds: Time that training waited for the planner after the previous step; None without a
+            planner.
         predicted_peak_bytes: Activation peak that the plan predicted; None before the first plan.
         predicted_seconds: Value of ``seconds`` that the plan predicted; None before the first plan.
         predicted_device_peak_bytes: Value of ``device_peak_bytes`` that the plan predicted; None without

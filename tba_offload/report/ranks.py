@@ -25,7 +25,10 @@ def path_of_rank(path: str | os.PathLike[str], rank: int) -> Path:
 
 
 def paths_of_ranks(path: str | os.PathLike[str]) -> list[Path]:
-    """Return ``path`` if the file exists. Otherwise return the paths of the logs of all ranks."""
+    """Return ``path`` if the file exists. Otherwise return the paths of the logs of all ranks.
+
+    If no rank has a log, return ``path``.
+    """
     name = Path(path)
     ranks: dict[int, Path] = {}
     if not os.path.lexists(name):

@@ -45,13 +45,13 @@ class RokPoint:
     """Point of a ROK curve: the figures of one run.
 
     Attributes:
-        strategy: Label of the run. Points with equal labels form a line.
+        strategy: Label of the run. Points of runs with equal labels form a line.
         batch_size: Number of sequences in a step; None if the log does not have this number.
         activation_peak_bytes: Largest activation peak of the counted steps in bytes; None if not measured.
         device_peak_bytes: Peak live bytes of the device during forward and backward, including weights and
             gradients; None if not measured. On a CPU, ``device_peak_bytes`` counts live bytes of the process.
         throughput: Work of a step divided by the median step time, in ``unit``.
-        unit: Unit of the throughput: ``"FLOP/s"``, without recomputation, or ``"tokens/s"``.
+        unit: Unit of the throughput: ``"FLOP/s"`` or ``"tokens/s"``. FLOPs of recomputation do not count.
         step_seconds: Median time of the counted steps in seconds, including the optimizer's update.
         lower_quartile_seconds: Lower quartile of the step times in seconds.
         upper_quartile_seconds: Upper quartile of the step times in seconds.
@@ -279,7 +279,7 @@ def _noise(one: RokPoint, fastest: RokPoint) -> str:
 # Pictures. The code avoids pyplot, which opens windows, has global figures, and applies the user's style.
 
 WIDTH = 5.6
-"""Width of every picture in inches. The text stays readable if the picture is scaled to 390 pixels."""
+"""Width of every picture in inches. The text stays readable if the picture is shown 390 pixels wide."""
 
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000")
