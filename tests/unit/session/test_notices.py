@@ -46,7 +46,7 @@ def test_each_new_plan_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert told
     assert told[0].startswith("plan after step 3: ")
     assert "layer" in told[0]
-    assert "predicted peak" in told[0]
+    assert "Predicted peak" in told[0]
 
 
 SCRIPT = """
