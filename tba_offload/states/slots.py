@@ -151,8 +151,8 @@ class Slots:
     """The slots of one optimizer.
 
     Args:
-        groups: The sub-groups of the optimizer. All slots together are no larger than the states of these
-            sub-groups.
+        groups: The sub-groups of the optimizer. The shared slots together are no larger than the states of
+            these sub-groups.
         homes: The store and the device.
         next_use: Function that returns a number for a sub-group. A larger number means that the sub-group is
             needed later.
@@ -221,10 +221,14 @@ class Slots:
         self._of[group] = slot
 
     def _slot(self, group: SubGroup, among: Sequence[Slot], most: int = SLOTS) -> Slot:
-        """Return a new slot if there is room. Otherwise, empty and return the slot that is needed last."""
+        """Return a new slot if there is room. Otherwise, empty and return the slot that is needed last.
+
+        If all slots are too small, the largest slot grows.
+        """
         if self._has_room(group, most):
             return Slot(group.nbytes, self._homes)
-        slot = max(self._large_enough(group, among) or among, key=lambda slot: self._next_use(slot.holder))
+        fitting = self._large_enough(group, among) or [max(among, key=lambda slot: slot.memory.nbytes)]
+        slot = max(fitting, key=lambda slot: self._next_use(slot.holder))
         slot.empty()
         del self._of[slot.holder]
         slot.grow(group.nbytes)
@@ -235,26 +239,21 @@ class Slots:
 
     def _large_enough(self, group: SubGroup, among: Iterable[Slot]) -> list[Slot]:
         """Return the slots that are large enough for a sub-group, or that may grow to the size needed."""
-        return [
-            slot for slot in among if slot.memory.nbytes >= group.nbytes or self._fits(group.nbytes, slot)
-        ]
+        usual = self._usual
+        return [slot for slot in among if group.nbytes <= max(slot.memory.nbytes, usual)]
 
     def _has_room(self, group: SubGroup, most: int = SLOTS) -> bool:
         shared = self._shared()
-        return not shared or (len(shared) < most and self._fits(group.nbytes))
+        return not shared or (len(shared) < most and group.nbytes <= self._usual)
 
-    def _fits(self, nbytes: int, slot: Slot | None = None) -> bool:
-        """Return True if each shared slot, and a slot of ``nbytes``, is no larger than its sub-group.
+    @property
+    def _usual(self) -> int:
+        """Size to which all shared slots may grow: the usual size of a sub-group, or the third largest size.
 
-        Slots and sub-groups are compared in pairs: the largest slot with the largest sub-group, then the
-        second largest of each. A sub-group below the usual size counts with the usual size.
+        At most one shared slot is larger.
         """
-        sizes = [group.nbytes for group in self._groups]
-        usual = min(self._groups.most, sum(sizes) // SLOTS)
-        largest = sorted((max(size, usual) for size in sizes), reverse=True)
-        others = (each.memory.nbytes for each in self._shared() if each is not slot)
-        slots = sorted([nbytes, *others], reverse=True)
-        return len(slots) <= len(largest) and all(map(int.__le__, slots, largest))
+        sizes = sorted(group.nbytes for group in self._groups)
+        return max([min(self._groups.most, sum(sizes) // SLOTS), *sizes[-SLOTS:][:1]])
 
     def write(self, group: SubGroup) -> None:
         """Start to write the states of a sub-group to the store, unless the sub-group stays in memory."""
