@@ -54,6 +54,8 @@ def check(policy: Path, stacks: Sequence[tuple[str | None, int]], *, as_json: bo
     optimizer states or frozen weights, the output also lists their placements. A rule that matches module
     names needs the model, so this rule is listed but not applied. The exit status is 1 if the policy has an
     error.
+
+    If the model has several stacks of layers, such as an encoder and a decoder, pass --layers for each stack.
     """
     from tba_offload.config import load_config
     from tba_offload.config.policy import LayerId, with_depths

@@ -23,7 +23,7 @@ def _flops(text: str) -> float:
 
 
 @click.command()
-@click.option("--config", type=click.Path(exists=True), help="config.json of the model, or its directory.")
+@click.option("--config", type=click.Path(exists=True), help="Path of the model's config.json.")
 @click.option("--layers", "num_hidden_layers", type=COUNT, help="Number of layers of a Llama model.")
 @click.option("--hidden", "hidden_size", type=COUNT, help="Hidden size of the Llama model.")
 @click.option("--heads", "num_attention_heads", type=COUNT, help="Attention heads of each Llama layer.")

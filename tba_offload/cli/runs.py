@@ -51,9 +51,9 @@ def rok(runs: tuple[Path, ...], output: tuple[Path, ...], *, as_json: bool, memo
     Each run is one point of the curve. The output is a table of the runs, the Pareto set and advice. A run is
     in the Pareto set if every faster run has a higher memory peak.
 
-    By default, the memory peak is the peak of activations. With --memory device, it is the peak of all memory
-    in use on the device: weights, gradients, optimizer states and activations. On a CPU, it is the peak of
-    all memory of the process.
+    By default, the memory peak is the peak of activations. With --memory device, the memory peak is the peak
+    of all memory in use on the device: weights, gradients, optimizer states and activations. On a CPU, it is
+    the peak of all memory of the process.
     """
     from tba_offload.report import rok as report
     from tba_offload.report import text
@@ -142,8 +142,8 @@ def timeline(run: Path, output: tuple[Path, ...], step: int | None) -> None:
     """Draw the timeline of one step: memory, traffic of each drive, layers and waits.
 
     The output is a picture, or a trace for ui.perfetto.dev and chrome://tracing. If the run measures memory,
-    its run log has a timeline for step 3, and for the later steps 4, 8, 16 and so on. The run log also has a
-    timeline for each step that the program opens with session.step(trace=True).
+    its run log has timelines of the steps 3, 4, 8, 16 and so on. The run log also has a timeline of each step
+    that the program opens with session.step(trace=True) or lists in attach(trace_steps=...).
     """
     from tba_offload.report.log import read_run_log
     from tba_offload.report.ranks import paths_of_ranks

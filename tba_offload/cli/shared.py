@@ -25,7 +25,7 @@ FILE: Any = click.Path(dir_okay=False, path_type=Path)
 """Type of an option whose value is the path of a file."""
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Print only the result, as one JSON object.")
-FORCE = click.option("--force", is_flag=True, help="Replace an existing file. Run logs are never replaced.")
+FORCE = click.option("--force", is_flag=True, help="Replace an existing file.")
 DIRECTORIES = click.argument(
     "directories", metavar="[DIR]...", nargs=-1, type=click.Path(readable=False, path_type=Path)
 )
@@ -61,7 +61,7 @@ def rates(command: FC) -> FC:
     """Add the options for drive rates to a command. :func:`bandwidth_of` reads these options."""
     write = click.option("--write", type=rate, help="Write rate of all drives together, such as 6GB/s.")
     read = click.option("--read", type=rate, help="Read rate of all drives together.  [default: --write]")
-    place = click.option("--dir", "place", metavar="DIR", help="Measure the rates of the drive with DIR.")
+    place = click.option("--dir", "place", metavar="DIR", help="Measure the drive that contains DIR.")
     return write(read(place(command)))
 
 
