@@ -89,8 +89,11 @@ class RecomputedLayer:
         Raises:
             UnsupportedError: The layer cannot be recomputed.
         """
-        if self._site.checkpoint is None and (reason := _why_never(self.module)) is not None:
-            raise cannot(self.name, reason, UnsupportedError)
+        if (reason := _why_never(self.module)) is not None:
+            fault = cannot(self.name, reason, UnsupportedError)
+            if self.leave(fault):
+                return self._site.run_plainly(forward, *given)
+            raise fault
         mode = self.name, self.training, placement
         execution = _Execution(self, forward, given, self.verifier.part(mode))
         output = torch_checkpoint.checkpoint(execution, *execution.tensors, **_SETTINGS)
@@ -98,18 +101,11 @@ class RecomputedLayer:
             if "saved tensor hooks" in str(execution.errors[0]):
                 reason = f"its forward forbids saved-tensor hooks ({execution.errors[0]})"
                 execution.errors[0] = cannot(self.name, reason, UnsupportedError)
-            if execution.is_undone():
+            if self.leave(execution.errors[0]):
+                execution.undo()
                 return self._site.run_plainly(forward, *given)
             raise execution.errors.pop()
         return output
-
-    def must_leave(self) -> bool:
-        """Return True if the framework's checkpoint function must run the layer. See :attr:`is_left`."""
-        if self._site.checkpoint is None:
-            return False
-        if not self.is_left and (reason := _why_never(self.module)) is not None:
-            self.leave(cannot(self.name, reason, UnsupportedError))
-        return self.is_left
 
     def leave(self, fault: BaseException) -> bool:
         """Leave the layer to the framework's checkpoint function, and return True.
@@ -239,18 +235,12 @@ class _Execution:
             return None
         return output
 
-    def is_undone(self) -> bool:
-        """Leave the layer to the framework after its first run has failed, and restore random generators.
-
-        Return False if the framework cannot run the layer.
-        """
-        if not self._layer.leave(self.errors[0]):
-            return False
+    def undo(self) -> None:
+        """Restore random generators and other states after the first run has failed."""
         torch.set_rng_state(self._generators[0])
         torch_checkpoint.set_device_states(*self._generators[1:])
         for (_, put), value in self._found.items():
             put(value)
-        return True
 
     def _end_first_run(self) -> None:
         """Compute the digests of the first run. If the training flags are new, also look for side effects."""

@@ -191,7 +191,7 @@ class LayerRuns:
             return Placement.KEEP
         if any(map(is_cache, arguments)):
             self._session.notices.warn_once("cache")
-        if placement.recomputes and self.recomputed[site.index].must_leave():
+        if placement.recomputes and self.recomputed[site.index].is_left:
             return Placement.KEEP
         is_planned = placement.recomputes and site.index in planning.chosen
         # If ranks have agreed on a placement, a single rank must not change it.
