@@ -75,9 +75,7 @@ def rok(runs: tuple[Path, ...], output: tuple[Path, ...], *, as_json: bool, memo
 @click.option("--budget", type=size, help="Limit of the activation peak, such as 12GiB.")
 @click.option("--device-bytes", type=size, help="Limit of all memory on the device, instead of --budget.")
 @click.option("--layers", type=click.IntRange(1, 10_000), help="Plan for a model with this number of layers.")
-@click.option(
-    "--drives", type=click.FloatRange(0.1), default=1, help="Multiply the drive rates by this number."
-)
+@click.option("--drives", type=click.FloatRange(0.1), default=1, help="Multiply drive rates by this number.")
 @rates
 @RATED
 @output("Policy file to write, with the chosen plan.")
@@ -119,13 +117,13 @@ def plan(
         picture_kind(picture)
     situation = Situation.of(run, bandwidth_of(goal)).changed(layers=layers, drives=drives)
     report, policy = situation.report(**goal)
+    if output is not None:
+        with writing(output, (run,), force=force):
+            output.write_bytes(policy.to_yaml().encode())
     if picture is not None:
         log = read_run_log(paths_of_ranks(run)[0])
         with writing(picture, (run,)):
             write_picture(picture, lambda: plans_figure(report, log))
-    if output is not None:
-        with writing(output, (run,), force=force):
-            output.write_bytes(policy.to_yaml().encode())
     if as_json:
         click.echo(json.dumps(report.as_json(), indent=2))
     else:
@@ -135,9 +133,7 @@ def plan(
 @click.command()
 @_RUN
 @output("Picture (.svg or .png) or trace (.json) to write. Can be repeated.", multiple=True, required=True)
-@click.option(
-    "--step", type=click.IntRange(1), help="Step to draw.  [default: the last step with a timeline]"
-)
+@click.option("--step", type=click.IntRange(1), help="Step to draw.  [default: the last with a timeline]")
 def timeline(run: Path, output: tuple[Path, ...], step: int | None) -> None:
     """Draw the timeline of one step: memory, traffic of each drive, layers and waits.
 
