@@ -159,7 +159,7 @@ class Capture:
     def keeps_when_slow(self, nbytes: int) -> bool:
         """Return True if an activation of this size may stay in memory because the drive is too slow."""
         window = self.offloader.window
-        if not window.rules.is_crowded(window.in_flight, nbytes):
+        if not window.is_crowded(window.in_flight, nbytes):
             return False
         # Backward needs room for two more activations: one in use, and one not released yet.
         self._largest = max(self._largest, nbytes)

@@ -149,7 +149,6 @@ class _Step:
         # writes: first pending, then submitted to the store
         self._pending: deque[_Item] = deque()
         self._pending_bytes = 0
-        self._batch_from = self._window.held_back + self._window.batch
         self._next_written = INFINITY
         self._forwarded = 0
         # reads, in the order of backward
@@ -285,7 +284,7 @@ class _Step:
         self._note()
         if self._in_flight > self._tight_above:
             self._flush(0)  # otherwise the next activation may have to wait
-        elif self._pending_bytes >= self._batch_from:
+        elif self._pending_bytes >= self._window.due:
             self._flush(self._window.held_back)
         return item
 

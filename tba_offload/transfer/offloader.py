@@ -112,7 +112,7 @@ class Offloader:
             self._pending.append(saved.ref)
             self._pending_bytes += nbytes
             window.add(nbytes)
-            if window.in_flight > window.tight_above or (at_once and self._pending_bytes >= window.batch):
+            if window.in_flight > window.all_above or (at_once and self._pending_bytes >= window.batch):
                 self._flush(0)
             elif self._pending_bytes >= window.due:
                 self._flush(window.held_back)
@@ -125,7 +125,7 @@ class Offloader:
             TransferError: A drive does not answer, or a transfer has failed.
         """
         with self._lock:
-            if self.window.rules.is_crowded(self.window.in_flight, nbytes):
+            if self.window.is_crowded(self.window.in_flight, nbytes):
                 self._make_room(nbytes)
 
     def flush(self) -> None:
@@ -164,7 +164,7 @@ class Offloader:
         """Wait until ``nbytes`` bytes fit into the window, or until no I/O is running."""
         window, began = self.window, time.perf_counter()
         mark = self.device.mark() if self.marks_stalls else None
-        while window.rules.is_crowded(window.in_flight, nbytes):
+        while window.is_crowded(window.in_flight, nbytes):
             self._flush(0)
             # All other bytes in memory are in use, or only this thread can free them. To wait longer would be
             # a deadlock.
@@ -367,7 +367,7 @@ class Offloader:
     ) -> bool:
         """Allocate memory for a prefetch; return False if the window or the device has no room."""
         window, ref, in_flight = self.window, saved.ref, self.window.in_flight
-        if in_flight + ref.nbytes > window.most_read_ahead or not window.rules.may_read_ahead(
+        if in_flight + ref.nbytes > window.most_read_ahead or not window.may_read_ahead(
             in_flight, window.read_ahead, ref.nbytes, across_forward=across_forward
         ):
             if not across_forward:
@@ -625,7 +625,7 @@ class Offloader:
     def resize_window(self, window: int | None) -> None:
         """Set the upper limit of the bytes in flight, between two steps."""
         self.window.resize(window)
-        self.store.spill_bytes = self.window.rules.spills_above
+        self.store.spill_bytes = self.window.spills_above
 
 
 _REMEDIES = {

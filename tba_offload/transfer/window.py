@@ -51,20 +51,19 @@ class TransferStats:
     marked_stalls: list[tuple[Mark, Mark]] = field(default_factory=list)
 
 
-class InFlightWindow:
+class InFlightWindow(Window):
     """Counts of the bytes that one offloader has in memory. The lock of the offloader protects the counts.
 
     Attributes:
-        rules: The size of the window, and the rules that follow from this size.
         in_flight: Bytes that were saved and not yet freed, plus bytes of reads that backward has not used
             yet.
         read_ahead: Number of bytes in flight that were prefetched.
         settled: Bytes in memory that the window does not limit, because backward uses them or their write
             failed.
         stats: Figures since the last reset.
-        most_read_ahead: Upper limit of ``read_ahead``, set when the device runs out of memory.
-        due: Number of pending bytes from which writes are queued.
-        tight_above: Number of bytes in flight above which all pending writes are queued.
+        most_read_ahead: Number of bytes in flight above which nothing is prefetched; set when the device runs
+            out of memory.
+        all_above: Number of bytes in flight above which all pending writes are queued.
     """
 
     def __init__(self, nbytes: int | None) -> None:
@@ -75,17 +74,15 @@ class InFlightWindow:
 
     def resize(self, nbytes: int | None) -> None:
         """Set the upper limit of the bytes in flight, between two steps."""
-        self.rules = rules = Window(nbytes)
-        self.nbytes, self.batch, self.held_back = nbytes, rules.batch, rules.held_back
-        self.due, self.fills_below = rules.held_back + rules.batch, rules.fills_below
-        self.tight_above = rules.tight_above(max(self._largest, self._largest_before))
+        super().__init__(nbytes)
+        self.all_above = self.tight_above(max(self._largest, self._largest_before))
 
     def add(self, nbytes: int) -> None:
         """Count bytes that are new in memory."""
         self.in_flight += nbytes
         if nbytes > self._largest:
             self._largest = nbytes
-            self.tight_above = self.rules.tight_above(max(nbytes, self._largest_before))
+            self.all_above = self.tight_above(max(nbytes, self._largest_before))
         stats, in_flight = self.stats, self.in_flight
         if in_flight > stats.in_flight_peak:
             stats.in_flight_peak = in_flight
@@ -110,7 +107,7 @@ class InFlightWindow:
         self.stats = TransferStats()
         self._largest_before, self._largest = self._largest, 0
         self.add(0)
-        self.tight_above = self.rules.tight_above(self._largest_before)
+        self.all_above = self.tight_above(self._largest_before)
 
     def reset(self) -> None:
         """Set all counts to zero, after a step was discarded."""
