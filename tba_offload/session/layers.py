@@ -130,9 +130,8 @@ class LayerRuns:
         if not placement.offloads:
             if layer.is_left or _hooks_are_taken():
                 if session.planning.plan.placements[site.index].offloads:
-                    torch_private.save_arguments_again(
-                        LayerHooks(session.capture, scope.key, when_slow=False)
-                    )
+                    hooks = LayerHooks(session.capture, scope.key, when_slow=False)
+                    torch_private.save_arguments_again(hooks)
                 return site.run_plainly(site.forward, args, kwargs)
             controller = session.planning.controller
             if controller is None or not controller.wants_saved or site.is_compiled:

@@ -119,9 +119,7 @@ class Step:
             SessionError: The step recorded no timeline, has not ended, or raised an exception.
         """
         if self.over_time is None:
-            raise SessionError(
-                "no timeline was recorded for this step. Record a timeline with session.step(trace=True)"
-            )
+            raise SessionError("this step recorded no timeline. Record one with session.step(trace=True)")
         return TimelineEvent.model_validate(self.over_time)
 
     # ---- optimizers ------------------------------------------------------------------------------

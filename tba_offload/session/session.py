@@ -198,9 +198,8 @@ class Session:
         self._take_over()
         self.store = open_store(config.store, device=device)
         self._closers.append(self.store.close)
-        self.offloader = Offloader(
-            self.store, device, window=config.budget.window(), keep_when_full=config.on_full == "keep"
-        )
+        window, keeps = config.budget.window(), config.on_full == "keep"
+        self.offloader = Offloader(self.store, device, window=window, keep_when_full=keeps)
         self.capture = Capture(self.offloader, min_tensor_bytes=config.min_tensor_bytes)
         plan, numbers = self._plan_of_policy(), [layer.id.number for layer in layers]
         probe = partial(measure, self.store, device, extent_bytes=256 << 10, seconds=0.05)

@@ -221,9 +221,8 @@ class Entries:
         entry = self._groups.states_of(parameter)
         away = {key for key, value in entry.items() if is_away(value)}
         if away:
-            if (
-                not away <= self._copies.get(parameter, {}).keys()
-            ):  # callers usually read the other parameters of the sub-group next
+            if not away <= self._copies.get(parameter, {}).keys():
+                # Callers usually read the other parameters of the sub-group next.
                 self._copies = self._whole(self._groups.holding[parameter], torch.device("cpu"))
             copies = self._copies.pop(parameter)
             entry.update({key: copies[key] for key in away})

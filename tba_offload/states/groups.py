@@ -233,12 +233,8 @@ class Groups:
     ) -> None:
         self.optimizer = optimizer
         self.homes = homes
-        own = set(parameters_of(optimizer))
-        self._copies = {
-            each: copy
-            for each, copy in masters.items()
-            if each in own and is_offloadable(each.detach(), each)
-        }
+        own = [each for each in parameters_of(optimizer) if each in masters]
+        self._copies = {each: masters[each] for each in own if is_offloadable(each.detach(), each)}
         for master, copy in self._copies.items():
             if master.shape != copy.shape:
                 shapes = f"{tuple(master.shape)}, but its model parameter has shape {tuple(copy.shape)}"

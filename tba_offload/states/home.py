@@ -101,9 +101,8 @@ class Home:
             self.release()
         parts, after = self._parts(memory), homes.device.event()
         extents = [write.extent for write in self._writes] or [None] * len(parts)
-        self._writes = [
-            Transfer(part, after, extent=extent) for part, extent in zip(parts, extents, strict=True)
-        ]
+        pairs = zip(parts, extents, strict=True)
+        self._writes = [Transfer(part, after, extent=extent) for part, extent in pairs]
         homes.store.write(self._writes)
         homes.written_bytes += memory.nbytes
         return self._writes
@@ -190,10 +189,8 @@ class Home:
                 self.homes.store.release(write.extent)
 
     def _parts(self, memory: ByteRange) -> list[ByteRange]:
-        size = self.homes.part_bytes
-        return [
-            memory.part(start, min(size, memory.nbytes - start)) for start in range(0, memory.nbytes, size)
-        ]
+        size, end = self.homes.part_bytes, memory.nbytes
+        return [memory.part(start, min(size, end - start)) for start in range(0, end, size)]
 
 
 def page_aligned(nbytes: int, device: Device, alignment: int) -> ByteRange:

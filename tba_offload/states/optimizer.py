@@ -137,9 +137,8 @@ class OptimizerStates:
         if not self._is_open:
             return
         entry = self._updates.groups.states_of(parameter)
-        self._set_bytes += sum(
-            each.nbytes for each in entry.values() if isinstance(each, torch.Tensor) and not is_away(each)
-        )
+        tensors = filter(torch.is_tensor, entry.values())
+        self._set_bytes += sum(each.nbytes for each in tensors if not is_away(each))
         if self._set_bytes >= self._updates.groups.most:
             self._set_bytes = 0
             self._updates.follow()
@@ -147,11 +146,9 @@ class OptimizerStates:
     def _fill(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
         """Return the state dict with offloaded states as tensors in host memory."""
         parameters = dict(enumerate(parameters_of(optimizer)))
-        states = {
-            key: self.read(parameters[key]) if key in parameters else entry
-            for key, entry in state_dict["state"].items()
-        }
-        return state_dict | {"state": states}
+        states = state_dict["state"]
+        whole = {key: self.read(parameters[key]) for key in states if key in parameters}
+        return state_dict | {"state": states | whole}
 
     # ---- how many sub-groups stay in memory --------------------------------------------------------
 

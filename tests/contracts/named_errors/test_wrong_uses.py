@@ -215,7 +215,7 @@ SESSIONS: dict[str, tuple[Callable[[tba.Session], object], str]] = {
     "used after it was closed": (used_late, r"this session is closed. Call attach\(\) again"),
     "a timeline of a plain step": (
         untraced,
-        r"no timeline was recorded for this step. Record a timeline with session\.step\(trace=True",
+        r"this step recorded no timeline. Record one with session\.step\(trace=True",
     ),
     "why before any step": (lambda session: session.why(), "no step"),
 }
