@@ -12,10 +12,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import megatron_masters
 import megatron_ranks
 import pytest
 import torch
 from harness import PATIENCE, made
+from megatron_masters import KINDS, SUB_GROUP
 from megatron_ranks import JOB_SECONDS, MICRO_BATCH, SEQUENCE, STEPS, Job, Layout
 from models import same_bits
 from pretrain_runs import slow
@@ -320,3 +322,30 @@ def check_transfers(step: StepRecord, own: Counter[str]) -> None:
         assert step.fallback_kept_bytes == 0 or own["auto"]
     elif not own["auto"]:  # else a lesson keeps the layer, or recomputes it
         assert (moved, step.read_bytes, step.fallback_kept_bytes) == (0, 0, 0)
+
+
+# Masters of Megatron's own optimizers
+
+
+COUNTS_BYTES = 20_000
+"""Bytes that counts of steps and stand-ins may take."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[slow] * (not kind.distributed)) for name, kind in KINDS.items()]
+)
+def test_parameters_masters_and_checkpoints_have_the_bits_of_plain_training(
+    name: str, python_with_megatron: Warm, tmp_path: Path
+) -> None:
+    done = python_with_megatron.run(megatron_masters.__file__, name, str(tmp_path))
+    assert done.returncode == 0, done.stderr[-4000:]
+    trained, reloaded, saved = json.loads(done.stdout.splitlines()[-1])
+    masters = trained["masters"]
+    assert masters > 6 * SUB_GROUP
+    assert trained["away"] == masters * 3
+    assert trained["updates"] == (4 if "fp16" in name else 5)
+    assert trained["slots"] <= 3 * SUB_GROUP
+    assert max(trained["grown"]) <= 4 * SUB_GROUP + COUNTS_BYTES  # slots, and what Adam makes for a moment
+    assert max(reloaded["grown"]) <= 4 * SUB_GROUP + COUNTS_BYTES
+    assert saved["tensors"] > 0
+    assert max(saved["loaded"]) <= 2 * SUB_GROUP  # until enough is there for a sub-group

@@ -1,13 +1,16 @@
-"""What must not be needed to import or to train, and what the package shows."""
+"""What must not be needed to import or to train, what the package shows, and what scripts ask for."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import tomllib
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 from children import OPTIONAL, run_without
-from places import ROOT
+from places import EXAMPLES, ROOT, TESTS
 
 import tba_offload
 
@@ -90,3 +93,16 @@ for code in {list(MISSING)!r}:
     assert len(told) == len(MISSING)
     for line, extra in zip(told, MISSING.values(), strict=True):
         assert f"pip install 'tba-offload[{extra}]'" in line
+
+
+SCRIPTS = sorted([*EXAMPLES.rglob("*.sh"), *TESTS.rglob("*.sh"), ROOT / ".ci" / "run"])
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_script_is_bash_and_asks_for_extras_that_exist(script: Path) -> None:
+    done = subprocess.run(["bash", "-n", str(script)], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    asked = re.findall(r"^setup_venv ([\w,]+)", script.read_text(), re.MULTILINE)
+    for extras in asked:
+        assert set(extras.split(",")) <= set(project["optional-dependencies"])

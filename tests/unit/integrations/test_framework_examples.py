@@ -37,29 +37,13 @@ class Example:
     recomputed: bool = False  # whether the framework checkpoints the layers, so that only inputs travel
 
 
+ACCELERATE: dict[str, Any] = {"ranks": 2, "scopes": 2 * 8, "losses": (0, 1), "kind": "DTensor"}
+ACCELERATE["program"] = SUPPORT / "accelerate_fsdp2.py"
 EXAMPLES_OF_FRAMEWORKS = [
     Example("pipeline", ranks=2, scopes=4 * 4, least_bytes=45 * MIB, losses=(1,)),
     Example("fsdp", ranks=2, scopes=8, least_bytes=25 * MIB, losses=(0, 1), kind="DTensor"),
-    Example(
-        "accelerate",
-        ranks=2,
-        scopes=2 * 8,
-        least_bytes=50 * MIB,
-        losses=(0, 1),
-        kind="DTensor",
-        program=SUPPORT / "accelerate_fsdp2.py",
-    ),
-    Example(
-        "accelerate",
-        ranks=2,
-        scopes=2 * 8,
-        least_bytes=2 * MIB,
-        losses=(0, 1),
-        kind="DTensor",
-        program=SUPPORT / "accelerate_fsdp2.py",
-        options=("--checkpointing",),
-        recomputed=True,
-    ),
+    Example("accelerate", least_bytes=50 * MIB, **ACCELERATE),
+    Example("accelerate", least_bytes=2 * MIB, options=("--checkpointing",), recomputed=True, **ACCELERATE),
     Example("trl", ranks=1, scopes=8, least_bytes=8 * 258_048, losses=(0,), recomputed=True),
 ]
 LONG = {"accelerate", "trl"}
