@@ -23,6 +23,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, UntypedStorage
 
 from tba_offload import torch_private
 from tba_offload.capture import views
@@ -61,7 +62,7 @@ class Kept:
 
     __slots__ = ("address", "probe", "tensor", "version", "view")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         # A leaf parameter has no graph, so holding it keeps no graph alive.
         alone = type(tensor) is torch.nn.Parameter and tensor.is_leaf
         self.tensor = self.probe = tensor if alone else tensor.detach()
@@ -90,7 +91,7 @@ class Packed:
 
     saved: SavedStorage
     view: views.View
-    probe: torch.Tensor
+    probe: Tensor
     version: int
     address: int
 
@@ -125,13 +126,13 @@ class Capture:
         # A key is the address of a storage object. For a dense copy the key also has the view. An address may
         # be reused, so each value has a weak reference to its storage.
         self.saved: dict[object, SavedRef] = {}
-        self.kept: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.kept: dict[int, weakref.ref[UntypedStorage]] = {}
         self.learned: dict[int, set[tuple[int, int]]] = {}
 
     # ---- pack: the rest is in LayerHooks ---------------------------------------------------------
 
     def find(
-        self, storage: torch.UntypedStorage, tensor: torch.Tensor, view: views.View | None = None
+        self, storage: UntypedStorage, tensor: Tensor, view: views.View | None = None
     ) -> SavedStorage | None:
         """Return the saved storage with the bytes of ``tensor``; ``None`` if the bytes are not saved."""
         address = storage._cdata
@@ -143,7 +144,7 @@ class Capture:
         # the version of the other.
         return saved if torch_private.shares_version(saved.probe, tensor) else None
 
-    def is_kept(self, storage: torch.UntypedStorage) -> bool:
+    def is_kept(self, storage: UntypedStorage) -> bool:
         """Return True if :meth:`note_kept` was called for this storage in this step."""
         kept = self.kept.get(storage._cdata)
         return kept is not None and kept() is storage
@@ -152,7 +153,7 @@ class Capture:
         """Keep an activation in memory in later steps."""
         self.learned.setdefault(trace.key.scope.layer, set()).add((trace.key.number, trace.nbytes))
 
-    def note_kept(self, storage: torch.UntypedStorage) -> None:
+    def note_kept(self, storage: UntypedStorage) -> None:
         """Keep a storage in memory until the end of this step, even if autograd saves it again."""
         self.kept[storage._cdata] = weakref.ref(storage)
 
@@ -168,7 +169,7 @@ class Capture:
 
     # ---- unpack ----------------------------------------------------------------------------------
 
-    def unpack(self, packed: Kept | Packed) -> torch.Tensor:
+    def unpack(self, packed: Kept | Packed) -> Tensor:
         """Return the saved tensor with the same bytes and the same view.
 
         Raises:
@@ -201,12 +202,12 @@ class Capture:
             self.schedule.used(trace.key)
         return tensor
 
-    def _spread_out(self, dense: torch.UntypedStorage, packed: Any, start: int = 0) -> torch.Tensor:
+    def _spread_out(self, dense: UntypedStorage, packed: Any, start: int = 0) -> Tensor:
         """Rebuild a saved tensor, with its original strides, from its dense copy."""
         room = views.spread_out(dense, start, packed.view, packed.address, self.offloader.device)
         return views.restore(room.storage, (*packed.view[:3], 0), packed.probe, room.start)
 
-    def protect(self, storage: torch.UntypedStorage) -> None:
+    def protect(self, storage: UntypedStorage) -> None:
         """Release a storage before its owner resizes it. See :meth:`Offloader.release_memory`."""
         ref = self.saved.get(storage._cdata)
         saved = ref() if ref is not None else None
@@ -291,7 +292,7 @@ class LayerHooks:
         self._may_keep = bool(self._learned) or when_slow or stays is not None
         # Autograd holds this function, so the function must not refer to this object, which belongs to one
         # scope.
-        self._unpack: Callable[[Any], torch.Tensor] = capture.unpack
+        self._unpack: Callable[[Any], Tensor] = capture.unpack
         self._numbers = count()  # number of activations in this scope
         self._filling: list[Kept | SavedStorage] = []  # tensors to which an operation may still write
         self._node = 0  # autograd's latest node number at the last save
@@ -309,15 +310,15 @@ class LayerHooks:
             offloader.flush()
 
     @torch_private.untraced
-    def pack(self, tensor: torch.Tensor) -> Kept | Packed:
+    def pack(self, tensor: Tensor) -> Kept | Packed:
         """Keep a saved tensor, or queue its write to the store."""
         capture = self.capture
         if self._filling and torch_private.latest_node() != self._node:
             self._operation_ended()
         if type(tensor) is torch.nn.Parameter or torch_private.current_backward() != -1:
             return Kept(tensor)
-        local = tensor if type(tensor) is torch.Tensor else views.local_of(tensor)
-        if type(local) is not torch.Tensor and not self.understands(local, capture.device):
+        local = tensor if type(tensor) is Tensor else views.local_of(tensor)
+        if type(local) is not Tensor and not self.understands(local, capture.device):
             return self._keep_odd(tensor)
         try:
             storage = local.untyped_storage()
@@ -345,9 +346,7 @@ class LayerHooks:
             return Kept(tensor)
         return self._pack_new(tensor, local, storage)
 
-    def _pack_new(
-        self, tensor: torch.Tensor, local: torch.Tensor, storage: torch.UntypedStorage
-    ) -> Kept | Packed:
+    def _pack_new(self, tensor: Tensor, local: Tensor, storage: UntypedStorage) -> Kept | Packed:
         """Save an activation that is new in this step, or that changed after it was saved."""
         nbytes = storage.nbytes()
         # unsafe_chunk(), which a GRU uses, gives each part its own version counter. Other parts of the
@@ -368,9 +367,7 @@ class LayerHooks:
             self._node = torch_private.latest_node()
         return self._packed(tensor, local, saved, storage._cdata)
 
-    def _packed(
-        self, tensor: torch.Tensor, local: torch.Tensor, saved: SavedStorage, place: object = None
-    ) -> Packed:
+    def _packed(self, tensor: Tensor, local: Tensor, saved: SavedStorage, place: object = None) -> Packed:
         """Return a :class:`Packed` for a saved storage.
 
         Args:
@@ -389,7 +386,7 @@ class LayerHooks:
             if self._saves_inputs and first.scope.layer != self._key.layer:
                 # Otherwise, the first of these layers in backward would wait for a read.
                 capture.learn(saved.trace)
-            is_like = type(tensor) is torch.Tensor and saved.probe.dtype is tensor.dtype
+            is_like = type(tensor) is Tensor and saved.probe.dtype is tensor.dtype
             packed.probe = saved.probe if is_like else views.version_probe(tensor)
         else:
             key: Any = saved.key
@@ -402,9 +399,7 @@ class LayerHooks:
         packed.version, packed.address = saved.version, 0
         return packed
 
-    def _pack_sparse(
-        self, tensor: torch.Tensor, local: torch.Tensor, storage: torch.UntypedStorage
-    ) -> Kept | Packed:
+    def _pack_sparse(self, tensor: Tensor, local: Tensor, storage: UntypedStorage) -> Kept | Packed:
         """Save a dense copy of a view that uses little of its storage, or that has its own version counter.
 
         The large storage of the view can then be freed. The copy is offloaded only if the view requires a
@@ -432,7 +427,7 @@ class LayerHooks:
 
     # ---- tensors that stay in memory -------------------------------------------------------------
 
-    def _keep(self, tensor: torch.Tensor, key: ActivationKey, nbytes: int) -> Kept | None:
+    def _keep(self, tensor: Tensor, key: ActivationKey, nbytes: int) -> Kept | None:
         """Keep an activation in memory if there is a reason; else return ``None``.
 
         There are three reasons. Another reference holds the activation, the plan keeps the activation, or the
@@ -452,13 +447,13 @@ class LayerHooks:
         trace.activations.append(ActivationTrace(key, nbytes, treatment))
         return Kept(tensor)
 
-    def _keep_odd(self, tensor: torch.Tensor) -> Kept:
+    def _keep_odd(self, tensor: Tensor) -> Kept:
         """Keep a tensor that cannot be rebuilt from its bytes. The bytes of parameters are not counted."""
         if not (tensor.is_leaf and tensor.requires_grad):
             self.capture.trace.kept_bytes += tensor.numel() * tensor.itemsize
         return Kept(tensor)
 
-    def _keep_few(self, tensor: torch.Tensor, nbytes: int) -> Kept:
+    def _keep_few(self, tensor: Tensor, nbytes: int) -> Kept:
         """Keep only the elements of a sparse view, so that the large storage of the view can be freed."""
         self.capture.trace.kept_bytes += nbytes
         kept = Kept(tensor)

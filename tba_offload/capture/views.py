@@ -18,6 +18,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, UntypedStorage
 from torch.nn.parameter import is_lazy
 
 from tba_offload.device import ByteRange, aligned_range, blank
@@ -33,12 +34,12 @@ View = tuple[torch.dtype, "Sequence[int]", "Sequence[int]", int]
 """The dtype, shape, strides and storage offset of a tensor. Strides and offset count elements."""
 
 
-def view_of(tensor: torch.Tensor) -> View:
+def view_of(tensor: Tensor) -> View:
     """Return the view of a tensor on its storage."""
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()  # type: ignore[return-value]
 
 
-def viewed(storage: torch.UntypedStorage, view: View, start: int = 0) -> torch.Tensor:
+def viewed(storage: UntypedStorage, view: View, start: int = 0) -> Tensor:
     """Return the tensor that ``view`` describes, with its own version counter.
 
     Args:
@@ -53,16 +54,14 @@ def viewed(storage: torch.UntypedStorage, view: View, start: int = 0) -> torch.T
 # Sparse views
 
 
-def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
+def dense_copy(tensor: Tensor) -> Tensor:
     """Return a contiguous copy of a tensor's elements. Elements that ``expand`` repeats are copied once."""
     dtype, _, stride, offset = view_of(tensor)
     few = viewed(tensor.untyped_storage(), (dtype, _distinct(tensor.shape, stride), stride, offset))
     return few.clone(memory_format=torch.contiguous_format)
 
 
-def spread_out(
-    dense: torch.UntypedStorage, start: int, view: View, address: int, device: Device
-) -> ByteRange:
+def spread_out(dense: UntypedStorage, start: int, view: View, address: int, device: Device) -> ByteRange:
     """Write the elements of a dense copy into new memory, with the strides of the original view.
 
     Kernels may choose their code path by the strides, and by the alignment of the first element in a cache
@@ -94,28 +93,28 @@ def _distinct(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
 # Versions
 
 
-def version_probe(tensor: torch.Tensor) -> torch.Tensor:
+def version_probe(tensor: Tensor) -> Tensor:
     """Return a tensor that shares the version counter of ``tensor`` but not its memory.
 
     Saved-tensor hooks switch off autograd's check for changes in place, so ``unpack`` compares versions. The
     returned tensor keeps the version counter alive, but not the memory.
     """
     probe, empty = tensor.detach(), blank(tensor.dtype, tensor.device)
-    if type(probe) is torch.Tensor:
+    if type(probe) is Tensor:
         probe.data = empty
     else:
         _put(probe, empty)
     return probe
 
 
-def restore(storage: torch.UntypedStorage, view: View, probe: torch.Tensor, start: int = 0) -> torch.Tensor:
+def restore(storage: UntypedStorage, view: View, probe: Tensor, start: int = 0) -> Tensor:
     """Return the tensor that ``view`` describes, with the version counter of ``probe``.
 
     If the returned tensor is changed in place, the next ``unpack`` of the same saved tensor raises an error,
     as autograd's own check does.
     """
     tensor = probe.detach()
-    if type(tensor) is not torch.Tensor:
+    if type(tensor) is not Tensor:
         _put(tensor, viewed(storage, view, start))
         return tensor
     dtype, shape, stride, offset = view
@@ -123,7 +122,7 @@ def restore(storage: torch.UntypedStorage, view: View, probe: torch.Tensor, star
     return tensor
 
 
-def _put(tensor: torch.Tensor, data: torch.Tensor) -> None:
+def _put(tensor: Tensor, data: Tensor) -> None:
     """Replace the bytes of a detached tensor, and keep its version counter and the class of a ``DTensor``."""
     if _is_distributed(tensor):
         tensor._local_tensor = data  # type: ignore[attr-defined]
@@ -134,15 +133,15 @@ def _put(tensor: torch.Tensor, data: torch.Tensor) -> None:
 # types of tensors that can be rebuilt from their bytes
 
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
-def _is_distributed(tensor: torch.Tensor) -> bool:
+def _is_distributed(tensor: Tensor) -> bool:
     module = sys.modules.get("torch.distributed.tensor")  # if the module is not imported, no DTensor exists
     return module is not None and type(tensor) is module.DTensor
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
+def local_of(tensor: Tensor) -> Tensor:
     """Return the local tensor of a distributed tensor; return any other tensor unchanged.
 
     If a collective operation still writes to the local tensor, wait for the end of this operation.
@@ -153,7 +152,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local.trigger_wait() if hasattr(local, "trigger_wait") else local  # type: ignore[no-any-return]
 
 
-def is_understood(tensor: torch.Tensor, device: torch.device) -> bool:
+def is_understood(tensor: Tensor, device: torch.device) -> bool:
     """Return True if ``tensor`` is a plain strided tensor on ``device`` that can be rebuilt from its bytes.
 
     Return False for tensor subclasses, sparse and quantized tensors, and wrappers of ``torch.func``. Also
@@ -187,7 +186,7 @@ class StaticStorages:
     """
 
     def __init__(self) -> None:
-        self.addresses: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.addresses: dict[int, weakref.ref[UntypedStorage]] = {}
 
     def refresh(self, modules: Iterable[torch.nn.Module]) -> None:
         """Collect the storages again between steps, because optimizers may replace storages."""
@@ -196,7 +195,7 @@ class StaticStorages:
             storages = (local_of(tensor).untyped_storage() for tensor in tensors)
             self.addresses = {storage._cdata: weakref.ref(storage) for storage in storages}
 
-    def __contains__(self, storage: torch.UntypedStorage) -> bool:
+    def __contains__(self, storage: UntypedStorage) -> bool:
         found = self.addresses.get(storage._cdata)
         # A gradient may be freed during the step, and an activation may reuse the address of its storage.
         return found is not None and found() is storage
@@ -218,6 +217,6 @@ def _static_tensors(module: torch.nn.Module) -> list[Any]:
 
 def _has_storage(tensor: object) -> bool:
     """Return True if a tensor has a storage. Wrappers inside transforms of ``torch.func`` have no storage."""
-    if not isinstance(tensor, torch.Tensor) or is_lazy(tensor):
+    if not isinstance(tensor, Tensor) or is_lazy(tensor):
         return False
     return tensor.layout is torch.strided and not is_transform_wrapper(tensor)
