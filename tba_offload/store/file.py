@@ -93,8 +93,7 @@ class FileStore(Store):
         slabs: int = 0,
     ) -> None:
         self.name, self.device, self.checksum = os.fspath(directory), device, checksum
-        self.capacity = None if capacity is None else capacity // BLOCK * BLOCK
-        self.size = 0
+        self.capacity, self.size = capacity, 0
         self._slabs = [device.host_memory(SLAB_BYTES) for _ in range(slabs if device.pins_memory else 0)]
         self._create()
 

@@ -14,7 +14,7 @@ from tba_offload.device import READY
 from tba_offload.device.host_memory import never_freed
 from tba_offload.device.meters import available_bytes
 from tba_offload.errors import StoreFullError
-from tba_offload.store.base import BLOCK, HOST_TIER, Store
+from tba_offload.store.base import HOST_TIER, Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,8 +43,7 @@ class HostStore(Store):
     kind, tier, name = "host", HOST_TIER, "host memory"
 
     def __init__(self, *, device: Device, capacity: int | None = None, slab_bytes: int = SLAB_BYTES) -> None:
-        self.device = device
-        self.capacity = None if capacity is None else capacity // BLOCK * BLOCK
+        self.device, self.capacity = device, capacity
         # One copy within host memory uses its full bandwidth. On a link to a device, the next copy must be
         # ready when a copy ends.
         self.threads = 2 if device.pins_memory else 1

@@ -293,7 +293,7 @@ class MultiStore:
                 place.cause = None
             elif isinstance(error, StoreFullError):
                 if extent is not None:
-                    place.found_full(extent)
+                    place.found_full()
             elif is_of_drive(error):
                 self._leave_alone(place, error)
         if is_lost and extent is not None:

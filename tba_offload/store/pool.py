@@ -229,11 +229,9 @@ class Place:
         transfer.extent = extent
         return extent
 
-    def found_full(self, extent: Extent) -> None:
-        """Record that there was no room for an extent. The store then does not grow for a while."""
+    def found_full(self) -> None:
+        """Record that the store could not grow. The store then does not grow for a while."""
         self._full_until = time.monotonic() + FIRST_PAUSE
-        if extent.offset + extent.length <= self.grown:  # the file system allocates blocks only at a write
-            self.grown = extent.offset
 
     def grow(self, end: int) -> None:
         """Make room up to ``end`` bytes.
