@@ -117,6 +117,26 @@ def users_of(storage: torch.UntypedStorage) -> int:
     return int(_C._storage_Use_Count(storage._cdata))
 
 
+_forbid_uses = getattr(_C, "_set_storage_data_ptr_access_error_msg", lambda *_: None)
+_allow_uses = getattr(_C, "_clear_storage_data_ptr_access_error_msg", lambda *_: None)
+
+
+def resize(storage: torch.UntypedStorage, nbytes: int, error: str) -> None:
+    """Resize a storage. While a storage has 0 bytes, uses of its tensors raise a ``RuntimeError``.
+
+    Only PyTorch's builds with CUDA can raise this error. In builds without CUDA, such a use can crash.
+
+    Args:
+        storage: The storage.
+        nbytes: Its new size in bytes.
+        error: Text of the error.
+    """
+    _allow_uses(storage._cdata)
+    storage.resize_(nbytes)
+    if not nbytes:
+        _forbid_uses(storage._cdata, error)
+
+
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
 
@@ -137,6 +157,38 @@ KeySet = _C.DispatchKeySet
 AFTER_BACKEND_SELECT = _C._dispatch_keyset_full_after(_C.DispatchKey.BackendSelect)
 """The dispatch keys that follow ``BackendSelect``. A function that is registered at ``BackendSelect`` calls
 the original operation with these keys."""
+
+_NAME = "TESTING_ONLY_GenericWrapper"
+_UNREADABLE = KeySet(_C._dispatch_key_parse(_NAME))  # no tensor of PyTorch has this key
+_library: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+
+without_dispatch = partial(_C._ExcludeDispatchKeyGuard, _UNREADABLE)
+"""Return a context manager under which operations may be called with unreadable tensors."""
+
+
+class _Unreadable(torch.Tensor):
+    __torch_dispatch__: Any = torch.Tensor.__torch_function__  # required, but never called
+
+
+def unreadable(like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the metadata of another tensor, but without bytes.
+
+    ``tensor.data = unreadable(tensor)`` makes a tensor unreadable. All operations then call the function of
+    :func:`call_for_unreadable`, also operations that C++ code or TorchScript calls.
+    """
+    tensor: Any = torch.Tensor
+    made: torch.Tensor = tensor._make_wrapper_subclass(
+        *(_Unreadable, like.shape, like.stride()),
+        dtype=like.dtype, device=like.device, storage_size=0, _extra_dispatch_keys=_UNREADABLE,
+    )  # fmt: skip
+    _C._set_throw_on_mutable_data_ptr(made)
+    return made
+
+
+def call_for_unreadable(function: Callable[..., Any]) -> None:
+    """Call ``function(operation, *args, **kwargs)`` instead of operations with unreadable tensors."""
+    _library.fallback(function, _NAME)
+
 
 sharing_versions = partial(_C._SetExcludeDispatchKeyGuard, _C.DispatchKey.ADInplaceOrView, False)  # noqa: FBT003
 """Return a context manager under which a view shares the version counter of its base. Inside an operation

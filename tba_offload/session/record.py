@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from tba_offload.session.loop import Step
     from tba_offload.session.session import Session
     from tba_offload.states import StatesRecord
+    from tba_offload.states.home import Reads
     from tba_offload.store.base import DriveLoad
-    from tba_offload.weights import WeightsMoved
 
 _STEPS = 10_000
 """Number of records that are kept in memory."""
@@ -212,9 +212,7 @@ class Recorder:
 # Contents of records
 
 
-def record_of(
-    session: Session, step: Step, loads: Sequence[DriveLoad], weights: WeightsMoved | None
-) -> StepRecord:
+def record_of(session: Session, step: Step, loads: Sequence[DriveLoad], weights: Reads | None) -> StepRecord:
     """Return the record of a step, with the figures that are known at its end.
 
     Args:

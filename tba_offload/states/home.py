@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tba_offload.device import READY, Device, aligned_range
 from tba_offload.errors import HangingError, StoreError, StoreFullError, TransferError
@@ -29,6 +29,20 @@ both directions with extents of 8 MiB, and 82 GB/s with extents of 64 MiB.
 
 TRIES = 3
 """Number of attempts to read an extent before an error is raised."""
+
+
+class Reads(NamedTuple):
+    """Reads in an interval.
+
+    Attributes:
+        read_bytes: Bytes that were read.
+        waited_seconds: Seconds spent waiting for transfers.
+        waits: Start and end of the recorded waits, by :func:`time.perf_counter`.
+    """
+
+    read_bytes: int
+    waited_seconds: float
+    waits: tuple[tuple[float, float], ...]
 
 
 class Homes:
@@ -70,6 +84,13 @@ class Homes:
             ended = time.perf_counter()
             self.waited += ended - began
             self.waits.append((began, ended))
+
+    def take(self) -> Reads:
+        """Return the reads since the last call, and begin to count anew."""
+        found = Reads(self.read_bytes, self.waited, tuple(self.waits))
+        self.read_bytes, self.waited = 0, 0.0
+        self.waits.clear()
+        return found
 
 
 class Home:

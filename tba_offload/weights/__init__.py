@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tba_offload.weights.frozen import FrozenWeights, WeightsMoved
+from tba_offload.weights.frozen import FrozenWeights
 
-__all__ = ["FrozenWeights", "WeightsMoved"]
+__all__ = ["FrozenWeights"]

@@ -1,0 +1,301 @@
+"""A frozen weight: when its bytes are in memory, and what may be done with them."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from tba_offload.errors import SessionError
+from tba_offload.torch_private import factories, is_transformed, without_subclasses
+from tba_offload.weights.experts import experts_for
+from tba_offload.weights.guard import TRAIN, guarded
+from tba_offload.weights.pieces import Part
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    from tba_offload.layers.frozen import Found
+    from tba_offload.states.home import Homes
+
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_PASSES, _NEARLY_ALL = 5, 4
+"""An expert that ran in 4 of the last 5 passes is read ahead. At most a fifth of these reads is wasted."""
+
+_IS_READ = (
+    "was used outside of its layer, so it was read from the store. Each use outside of the layer reads the "
+    "weight again"
+)
+
+Run: TypeAlias = "dict[FrozenWeight, set[int]]"
+"""The slices of experts that a run of their layer has used."""
+
+
+class Loans:
+    """The weights that the program uses outside of their layers.
+
+    Attributes:
+        lock: The lock of all weights.
+        lent: Weights in memory, because the program or autograd still uses them.
+        pointed: Aliases of weights whose address the program has.
+        tell: Called with a message.
+        has_told: Whether the first use has been reported.
+    """
+
+    def __init__(self, tell: Callable[[str], object]) -> None:
+        self.lock, self.tell, self.has_told = threading.RLock(), tell, False
+        self.lent: set[FrozenWeight] = set()
+        self.pointed: list[torch.Tensor] = []
+
+    def reclaim(self) -> None:
+        """Free the memory of weights that are not used any longer. Write changed values first."""
+        for weight in list(self.lent):
+            weight.reclaim()
+
+
+class FrozenWeight:
+    """A frozen weight: a parameter, and the tensors with its bytes.
+
+    Call all methods under the lock, and without torch functions of subclasses.
+
+    Args:
+        found: The weight.
+        homes: The store.
+        loans: The weights that are used outside of their layers.
+        count: Called with each change of memory in bytes.
+
+    Attributes:
+        name: Name of the weight in its model.
+        layer: Number of its layer.
+        parameter: The parameter.
+        expert: See :class:`Found`.
+        slices: Numbers of the experts in the parameter; otherwise ``range(1)``.
+        parts: The storages with its bytes.
+        nbytes: Bytes of the parts.
+        is_open: Whether the layer computes with the weight now.
+        used: Slices that the current run of the layer has used.
+    """
+
+    def __init__(self, found: Found, homes: Homes, loans: Loans, count: Callable[[int], object]) -> None:
+        self.name, self.layer, self.parameter = found.name, found.layer, found.tensors[0]
+        self.expert, self.slices, self.loans = found.expert, range(found.slices), loans
+        self.parts = [Part(group, found, homes, count) for group in found.groups]
+        self.nbytes = sum(part.nbytes for part in self.parts)
+        self.used: set[int] = set()
+        self.is_open = False
+        self._ran: deque[bool] = deque(maxlen=_PASSES)
+        self._tensors = [(tensor, type(tensor)) for tensor in found.tensors]
+        # swap_tensors() would move the guard to another tensor, but refuses tensors with weak references.
+        self._pins = list(map(weakref.ref, found.tensors))
+        self._readers = 0
+        self._views: list[Any] = []
+
+    def __deepcopy__(self, _: object) -> FrozenWeight:
+        return self  # in a layer, a copy of a tensor has the attributes of the tensor
+
+    @property
+    def is_back(self) -> bool:
+        """Whether the weight is not offloaded, and its bytes are in memory."""
+        return all(part.is_back for part in self.parts)
+
+    def write(self) -> None:
+        """Write the bytes for the first time and free their memory.
+
+        Raises:
+            TransferError: The bytes cannot be written. They stay in memory.
+        """
+        for tensor, _ in self._tensors:
+            vars(tensor)["tba_offload_weight"] = self
+        for part in self.parts:
+            part.write()
+        self.is_open = False
+        self._set_classes()
+
+    # ---- for the layer ---------------------------------------------------------------------------
+
+    def begin_run(self) -> set[int]:
+        """Return a new set, to which slices are added when a run of the layer uses them."""
+        self._ran.append(bool(self.used))
+        self.used = set()
+        return self.used
+
+    def begin_read(self, run: Run | None) -> None:
+        """Start to read bytes, unless they are in memory or are being read.
+
+        Args:
+            run: What a run of the layer has used, if its backward comes. Before a forward, an expert is read
+                if it ran in nearly all recent passes.
+        """
+        wanted: Collection[int] = self.slices
+        if self.expert is not None:
+            is_likely = len(self.slices) == 1 and sum(self._ran) >= _NEARLY_ALL
+            wanted = range(is_likely) if run is None else run.get(self, ())
+        for part in self.parts:
+            part.begin_read(wanted)
+
+    def open(self, run: Run | None) -> None:
+        """Bring the bytes into memory for the layer. Experts are read when they run.
+
+        Args:
+            run: What a run of the layer has used, if its backward comes.
+
+        Raises:
+            TransferError: The bytes cannot be read.
+        """
+        self.is_open = True
+        if run is not None:
+            self.used = run.get(self, set())
+        if self.expert is None or self.used:
+            self.read(self.slices if self.expert is None else self.used)
+        self._set_classes()
+
+    def read(self, wanted: Collection[int]) -> None:
+        """Bring slices into memory.
+
+        Raises:
+            TransferError: The bytes cannot be read.
+        """
+        for part in self.parts:
+            part.read(wanted)
+        self.used.update(wanted)
+        self._set_classes()
+
+    def guard(self, view: torch.Tensor) -> torch.Tensor:
+        """Return a view of all experts. Its uses read only the experts that they need, too."""
+        vars(view)["tba_offload_weight"] = self
+        view.__class__ = guarded(torch.Tensor)
+        self._views.append(view)
+        return view
+
+    def shut(self) -> None:
+        """End the use by the layer. The bytes stay in memory.
+
+        Raises:
+            TransferError: The layer set new values, which cannot be written.
+        """
+        self.is_open = False
+        self._set_classes()
+        while self._views:
+            self._views.pop().__class__ = torch.Tensor
+        for part in self.parts:
+            part.adopt()
+        self.reclaim()
+
+    def leave(self) -> None:
+        """Free the memory. If the layer changed the values, write them first.
+
+        Raises:
+            TransferError: The values cannot be written.
+        """
+        self.shut()
+        for part in self.parts:
+            part.leave()
+
+    def come_back(self) -> None:
+        """Bring the bytes back at the end of offloading. May be called twice.
+
+        Raises:
+            TransferError: The bytes cannot be read.
+        """
+        for part in self.parts:
+            part.come_back()
+        self.is_open, self.used = True, set(self.slices)
+        self._set_classes()
+        for tensor, _ in self._tensors:
+            vars(tensor).pop("tba_offload_weight", None)
+
+    # ---- outside of the layer --------------------------------------------------------------------
+
+    @contextmanager
+    def in_use(self, func: Any, args: Any, kwargs: Any) -> Iterator[bool]:
+        """Return a context manager for a function of a weight whose class is the guard.
+
+        In their layer, the experts that the function needs are read. Outside of the layer, the whole weight
+        is read into separate memory, and has its original class until the block ends. The separate memory is
+        freed after the block, unless a result of the function still uses it.
+
+        Yields:
+            Whether the result is a view of all experts, which :meth:`guard` makes read them later.
+
+        Raises:
+            TransferError: The weight cannot be read, or its new values cannot be written.
+        """
+        loans, has_slices = self.loans, len(self.slices) > 1
+        if self.is_open:
+            wanted = experts_for(func, args, kwargs, self.slices) if has_slices else self.slices
+            with loans.lock, without_subclasses():
+                if self.expert is not None:  # else the layer has read the weight meanwhile, in another thread
+                    self.read(wanted)
+            with without_subclasses() if has_slices else nullcontext():
+                yield not wanted
+            return
+        self._readers += 1
+        try:
+            with loans.lock, without_subclasses():
+                loans.reclaim()
+                for part in self.parts:
+                    part.lend()
+                self._set_classes()
+                if not loans.has_told:
+                    loans.has_told = True
+                    loans.tell(f"the frozen weight {self.name} {_IS_READ}")
+            yield False
+        finally:
+            with loans.lock, without_subclasses():
+                self._readers -= 1
+                self._set_classes()
+                self.reclaim()
+
+    def reclaim(self) -> None:
+        """Free the memory of uses outside of the layer, unless it is still needed.
+
+        If its data has another shape, data type or device now, the weight stays in memory.
+
+        Raises:
+            TransferError: The new values cannot be written.
+        """
+        if self._readers:
+            return
+        self.loans.lent.add(self)
+        if self.is_open or any(part.is_used for part in self.parts):
+            for part in self.parts:
+                part.watch()
+            return
+        if said := "".join(part.unlike(part.tensors[0]) for part in self.parts if part.lent):
+            self.come_back()
+            self.parts, self._tensors = [], []
+            self.loans.tell(f"the frozen weight {self.name} stays in memory from now on: it {said}")
+        for part in self.parts:
+            part.reclaim()
+        self.loans.lent.discard(self)
+
+    def check(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Check that a function can run on the weight while the weight is offloaded.
+
+        Raises:
+            SessionError: The function would train the weight, or replace its data by a tensor of another
+                shape, data type or device.
+        """
+        said = ""
+        if func in TRAIN and (args[1] if len(args) > 1 else kwargs.get("requires_grad", True)):
+            said = "cannot be trained while its values are in the store"
+        elif is_transformed():
+            said = "cannot be used in a transform of torch.func while its values are in the store"
+        elif func == _SET_DATA or func is factories._has_compatible_shallow_copy_type:  # nn.Module.to() asks
+            said = "".join(part.unlike(args[1]) for part in self.parts if part.tensors[0] is args[0])
+            if hasattr(args[0], "__tensor_flatten__"):
+                said = "cannot be converted while its values are in the store"
+        if said:
+            raise SessionError(
+                f"the frozen weight {self.name} {said}. Close the session first, change the model, and "
+                "attach again"
+            )
+
+    def _set_classes(self) -> None:
+        is_whole = (self.is_open and len(self.used) == len(self.slices)) or self._readers
+        for tensor, kind in self._tensors:
+            tensor.__class__ = kind if is_whole else guarded(kind)
