@@ -1,6 +1,6 @@
 """The store on the real kvikio, in a process with a driver and a cuFile of host memory.
 
-``test_store_gds.py`` starts it; see there, and ``stub_driver.py``.
+``test_store_auto.py`` starts it; see there, and ``stub_driver.py``.
 """
 
 from __future__ import annotations
