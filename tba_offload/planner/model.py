@@ -228,12 +228,22 @@ class StepProfile:
         return Timing(*(min(max(a, b), c) for a, b, c in zip(measured, keep, whole, strict=True)))
 
     def is_measured(self, placement: Placement) -> bool:
-        """Return True if times under the placement were measured for a kind of layer."""
-        return any(computed_as(placement) in timings for timings in self.timings)
+        """Return True if, for every kind of layer, times were measured or can be scaled from another kind."""
+        kinds = range(len(self.kinds))
+        return all(self._measured(kind, computed_as(placement)) is not None for kind in kinds)
 
     def _measured(self, kind: int, placement: Placement) -> Timing | None:
-        timings = self.timings[kind].get(placement)
-        return None if timings is None else median_of(timings)
+        """Return the measured times of a kind, or the scaled times of another kind; else ``None``."""
+        own = self.timings[kind]
+        if placement in own:
+            return median_of(own[placement])
+        for other in self.timings:
+            shared = next((way for way in own if way in other), None)
+            if placement in other and shared is not None:
+                mine, known, wanted = map(median_of, (own[shared], other[shared], other[placement]))
+                scale = [a / b if b else 1.0 for a, b in zip(mine, known, strict=True)]
+                return Timing(*(a * b for a, b in zip(wanted, scale, strict=True)))
+        return None
 
 
 # ---- limits and plans -----------------------------------------------------------------------------
