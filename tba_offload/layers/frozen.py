@@ -1,4 +1,4 @@
-"""The frozen weights of layers that have memory of their own, and the experts of a layer."""
+"""The frozen weights of layers that can be offloaded, and the experts of a layer."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Found(NamedTuple):
     """A frozen weight to offload.
 
     Attributes:
-        layer: Number of its layer.
-        name: Its name in the model.
-        tensors: The parameter, and all other tensors that it consists of.
-        groups: The tensors with bytes to offload, by their storage.
-        slices: Number of experts, if they are slices of the parameter; otherwise 1.
-        expert: The expert with the weight, or the module that has all experts in one parameter; ``None`` if
-            each run of the layer needs the whole weight.
+        layer: Index of the layer with the weight.
+        name: Name of the parameter in the model.
+        tensors: The parameter. For a quantized weight, also the tensors with packed bytes and scales.
+        groups: The tensors to offload. Each group contains the tensors of one storage.
+        slices: If the slices of the parameter are experts, the number of experts; otherwise 1.
+        expert: The expert that has the weight. If the slices of the parameter are experts, the module that
+            has the parameter. ``None`` if the weight belongs to no expert.
     """
 
     layer: int
@@ -42,16 +42,17 @@ class Found(NamedTuple):
 
 
 def select(chunks: Modules, layers: Modules, at_least: int, device: torch.device) -> tuple[list[Found], str]:
-    """Select the frozen weights with memory that has no other user.
+    """Select the frozen weights whose memory no other tensor or layer uses.
 
     Args:
         chunks: The model or its chunks.
-        layers: Its layers.
+        layers: The layers of the model.
         at_least: Smallest size of a storage to offload, in bytes.
-        device: Device of the weights to offload. Transfers are ordered with the work of this device only.
+        device: Device of the weights to offload. Weights on other devices are not selected.
 
     Returns:
-        The weights, and a text that names the weights that stay in memory because of their class or device.
+        The selected weights. Also a text about frozen weights that stay in memory because of their class or
+        device. The text is empty if there are no such weights.
     """
     owner = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
     experts = {module: expert for layer in layers for module, expert in experts_in(layer).items()}
@@ -87,11 +88,13 @@ def select(chunks: Modules, layers: Modules, at_least: int, device: torch.device
 
 
 def parts_of(tensor: Any, module: nn.Module | None = None) -> Tensors:
-    """Return a tensor, and the tensors that it consists of; nothing if its class is not known.
+    """Return a tensor, and the tensors with its packed bytes and scales if the tensor is quantized.
+
+    The list is empty if the class of the tensor is unknown.
 
     Args:
-        tensor: A parameter, or a tensor that is a part of it.
-        module: The module of the parameter.
+        tensor: A parameter, a buffer, or an inner tensor of a quantized tensor.
+        module: The module that has the parameter or buffer.
     """
     if hasattr(tensor, "device_mesh"):  # FSDP holds aliases of distributed tensors
         return []
@@ -111,10 +114,11 @@ def parts_of(tensor: Any, module: nn.Module | None = None) -> Tensors:
 
 
 def experts_in(layer: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Return the expert of each module that is in an expert.
+    """Return a dictionary from each module inside an expert to the expert.
 
-    Experts are the modules of a list, if it has several and they have one class. Their weights are read when
-    an expert runs, so this is right for other lists too.
+    The modules of a ``ModuleList`` are experts if the list has two or more modules, all of the same class.
+    The weights of an expert are read when the expert runs. The results are therefore also right if the
+    modules of the list are not experts.
     """
     found: dict[nn.Module, nn.Module] = {}
     for each in layer.modules():

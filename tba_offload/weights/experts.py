@@ -1,4 +1,4 @@
-"""The experts that a function of a parameter uses, or that a router has selected."""
+"""Indices of experts: the experts that a function reads, and the experts that a router selects."""
 
 from __future__ import annotations
 
@@ -19,9 +19,15 @@ def numbers_in(value: Any, count: int) -> set[int] | None:
 
 
 def experts_for(func: Any, args: Any, kwargs: Any, every: Sequence[int]) -> Collection[int]:
-    """Return the experts that a function of a parameter uses.
+    """Return the indices of the experts that a call reads from a parameter with all experts.
 
-    The set is empty if the function returns a view of all experts, and reads nothing.
+    The result is empty if the call reads no bytes, because the call returns a view of the parameter.
+
+    Args:
+        func: The function that is called with the parameter.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        every: The indices of all experts. The function returns them if it does not know ``func``.
     """
     if func is torch.Tensor.transpose and {dim % 3 for dim in args[1:]} == {1, 2}:
         return ()

@@ -1,4 +1,4 @@
-"""Offloading of frozen weights, such as the weights of a LoRA base model, until their layer computes.
+"""Offloading of frozen weights, such as the weights of a base model below LoRA adapters.
 
 The weights of a layer are read before its forward, and again before its backward. While one layer computes,
 the weights of the next layer are read. The weights are written once, when offloading starts.
@@ -52,7 +52,7 @@ _WITH = "with frozen weights in the store. Close the session first"
 
 
 class FrozenWeights:
-    """The frozen weights of some layers.
+    """The frozen weights of a model's layers.
 
     Args:
         chunks: The model or its chunks.
@@ -117,7 +117,7 @@ class FrozenWeights:
     # ---- counts ----------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Begin the count of a step. Weights that are already in memory count as read in this step."""
+        """Begin to count the reads of a step. Weights that are in memory already count as read in it."""
         with self._loans.lock, torch_private.without_subclasses():
             self._loans.reclaim()
         self._homes.take()
@@ -189,9 +189,9 @@ class FrozenWeights:
             tell(_NONE)
 
     def _watch(self, layer: nn.Module, number: int) -> Iterator[RemovableHandle]:
-        """Add hooks to a layer.
+        """Add hooks to a layer, and to modules inside the layer.
 
-        Also add hooks to modules in it that have weights, because they can run, save and load alone.
+        A program can run or save a module inside a layer without running the layer.
         """
         weights = self._weights[number]
         own = {id(weight.parameter) for weight in weights}
@@ -221,14 +221,13 @@ class FrozenWeights:
 
         Args:
             number: The layer.
-            is_part: Whether this is the forward of a module inside the layer. In this case the layer itself
-                may not run, for example if the program calls ``layer.step()``.
-            module: The layer, or the module inside it.
+            is_part: True for the forward of a module inside the layer. Such a forward can run without the
+                forward of the layer, for example in a method ``layer.step()``.
+            module: The layer, or the module inside the layer.
 
         Raises:
             TransferError: The weights cannot be read.
-            SessionError: A transform of ``torch.func`` runs the layer, or the program replaced a weight by a
-                tensor of another shape, data type or device.
+            SessionError: A transform of ``torch.func`` runs the layer.
         """
         with self._loans.lock:
             if is_part and self._is_in_use(number):
@@ -236,7 +235,7 @@ class FrozenWeights:
             if torch_private.is_transformed():
                 raise SessionError(f"transforms of torch.func cannot run layers {_WITH}")
             # Without gradients, this is an evaluation inside a backward hook, not a recomputation.
-            run = {weight: weight.begin_run() for weight in self._weights[number] if weight.expert}
+            run = {each: each.begin_run() for each in self._weights[number] if each.expert is not None}
             self._runs[number] = run
             if torch_private.is_recomputation() and torch.is_grad_enabled():
                 self._backward_came(number, run)
@@ -245,7 +244,7 @@ class FrozenWeights:
                 self._bring(number)
 
     def _ask(self, number: int, weights: list[FrozenWeight], _: object, args: Any, kwargs: Any) -> None:
-        """Start to read the weights of an expert that is called, or of the experts in an argument."""
+        """Start to read the weights of the called expert, or of the experts that a router has selected."""
         with self._loans.lock, torch_private.without_subclasses():
             for weight in weights if self._is_in_use(number) else ():
                 found = (numbers_in(each, len(weight.slices)) for each in (*args, *kwargs.values()))
@@ -270,9 +269,9 @@ class FrozenWeights:
                         weight.shut()
 
     def _watch_output(self, number: int, output: object) -> bool:
-        """Add hooks to outputs that need gradients; return True if there are any.
+        """Add hooks to the outputs of a layer that require gradients. Return True if there are such outputs.
 
-        The hooks read the weights when backward reaches such an output.
+        The hooks read the weights of the layer when backward reaches an output.
 
         Raises:
             SessionError: The output has too many nested objects to search.
@@ -309,7 +308,7 @@ class FrozenWeights:
 
         Args:
             number: The layer.
-            run: Before a backward, what the run of the layer has used.
+            run: Before the backward of the layer, the experts that its forward has used.
         """
         with self._loans.lock, torch_private.without_subclasses():
             self._loans.pointed.clear()
@@ -325,7 +324,7 @@ class FrozenWeights:
                 weight.open(run)
 
     def keep_only(self, near: set[int]) -> None:
-        """Free the weights of all layers except the layers in ``near`` and layers that compute now."""
+        """Free the weights of all layers, except the layers in ``near`` and the layers that are running."""
         with self._loans.lock, torch_private.without_subclasses():
             for number in self._in_memory - near:
                 if not self._is_in_use(number):
@@ -339,12 +338,12 @@ class FrozenWeights:
         return number in in_backward or any(number == layer for _, layer in self._in_forward)
 
     def _next(self, number: int, *, by: int = 1) -> int:
-        """Return the next layer with offloaded weights in this direction; ``number`` if there is none."""
+        """Return the index of the next layer with offloaded weights; ``number`` if there is no such layer."""
         others = range(number + by, len(self._weights) if by > 0 else -1, by)
         return next((other for other in others if self._weights[other]), number)
 
     def _save(self, weights: set[int], owner: nn.Module, state: Any, prefix: str, _: Any) -> None:
-        """Replace weights in a state dict by copies in host memory, so that their memory can be freed."""
+        """Replace frozen weights in a state dict by copies in host memory. Free the memory of the weights."""
         # load_state_dict(assign=True) may have replaced a parameter. bitsandbytes saves several tensors.
         own = owner.named_parameters(recurse=False)
         names = [f"{prefix}{name}" for name, parameter in own if id(parameter) in weights]

@@ -1,4 +1,4 @@
-"""Uses of frozen weights outside of their layer, while their bytes are in the store."""
+"""The class of frozen weights while their bytes are in the store, and uses of such weights."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 class Guard:
-    """The class of a frozen weight outside of its layer, together with the weight's own class.
+    """A base class of frozen weights outside of their layers. The second base is the weight's own class.
 
-    The weight stays the same object. Only its class changes, so that all functions of PyTorch come here.
-    Functions that need only metadata read no bytes. All other functions get the values from the store.
+    A weight stays the same object. Only its class changes, so that functions of PyTorch call
+    ``__torch_function__``. Functions that need only metadata read no bytes. For all other functions, the
+    values are read from the store.
     """
 
     tba_offload_weight: Any
@@ -63,7 +64,7 @@ def _use(func: Any, *args: Any, **kwargs: Any) -> Any:
     for weight in weights:
         weight.check(func, args, kwargs)
     if func in TRAIN:
-        return args[0]  # it needs no gradient already
+        return args[0]  # check() allows only requires_grad=False, which a frozen weight has
     with ExitStack() as stack:
         views = [weight for weight in weights if stack.enter_context(weight.in_use(func, args, kwargs))]
         if func is _TENSOR.data_ptr:  # the memory must stay while the program uses the address
@@ -78,7 +79,10 @@ call_for_unreadable(_use)  # for functions that ignore the class, such as torch.
 
 @functools.cache
 def guarded(kind: type[torch.Tensor]) -> type[torch.Tensor]:
-    """Return the guarded class of a class. It has the same name, because libraries compare names."""
+    """Return a subclass of :class:`Guard` and ``kind``.
+
+    The subclass has the name of ``kind``, because libraries compare the names of classes.
+    """
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     metaclass: Any = type(kind)
     return metaclass(kind.__name__, (Guard, kind), names)  # type: ignore[no-any-return]

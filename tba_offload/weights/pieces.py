@@ -1,4 +1,4 @@
-"""Transfers of one storage of a frozen weight between memory and store."""
+"""One storage of a frozen weight, and its transfers between memory and store."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ _SHIFT = 8  # no multiple of CACHE_LINE, which all memory of PyTorch is aligned 
 class Part:
     """A storage of a frozen weight, in memory or in the store.
 
-    Autograd saves weights and their views by storage. The storage of the layer therefore stays the same
-    object, and is empty while the bytes are in the store. During this time, the tensors are unreadable.
+    Tensors that autograd saves in the layer share the storage of the weight. The layer therefore uses the
+    same storage object in all its runs. While the bytes are in the store, this storage has 0 bytes, and the
+    weight is an :func:`unreadable` tensor.
 
-    Uses outside of the layer get a copy of the bytes in memory of their own. Views that the program holds do
-    not lose their memory when the layer ends. Call all methods without torch functions of subclasses.
+    Uses outside of the layer get a copy of the bytes in a second storage. Views of this storage keep their
+    memory when the layer ends. Call all methods without torch functions of subclasses.
 
     Args:
         tensors: All tensors on the storage.
-        found: The weight. Each of its slices gets extents of its own.
+        found: The weight that the tensors belong to. Each slice of the weight gets its own extents.
         homes: The store.
-        count: Called with each change of memory in bytes.
+        count: Called with each change of the memory, in bytes.
 
     Attributes:
         nbytes: Size of the storage in bytes.
-        slices: Numbers of the equal shares, which can be read alone.
+        slices: Indices of the slices. All slices have the same size, and each slice can be read alone.
         is_back: Whether offloading has ended and the bytes are in memory.
-        lent: The memory for uses outside of the layer; ``None`` if there are none.
+        lent: The second storage, for uses outside of the layer; ``None`` if there is no such use.
     """
 
     def __init__(
@@ -78,14 +79,14 @@ class Part:
     # ---- for the layer ---------------------------------------------------------------------------
 
     def begin_read(self, wanted: Iterable[int]) -> None:
-        """Start to read slices, unless they are in memory or are being read."""
+        """Start to read the slices ``wanted``, except slices that are in memory or are being read."""
         if missing := [each for each in wanted if each not in self._resident and each not in self._reads]:
             self._resize(self.nbytes)
             for each in missing:
                 self._reads[each] = self._homes[each].read(self._range(each))
 
     def read(self, wanted: Iterable[int]) -> None:
-        """Bring slices into memory, for use on the stream of the calling thread.
+        """Bring the slices ``wanted`` into memory, for use on the stream of the calling thread.
 
         Raises:
             TransferError: The bytes cannot be read.
@@ -135,12 +136,12 @@ class Part:
 
     @property
     def is_used(self) -> bool:
-        """Whether other tensors use the memory that is lent."""
+        """Whether tensors other than the weight use the second storage."""
         # The storage is also used by the tensors themselves, and by its Python object.
         return self.lent is not None and users_of(self.tensors[0].untyped_storage()) > 1 + len(self.tensors)
 
     def lend(self) -> None:
-        """Copy the bytes into memory of their own, unless they are lent.
+        """Copy the bytes into a second storage for uses outside of the layer, unless there is one.
 
         Raises:
             TransferError: The bytes cannot be read.
@@ -157,19 +158,19 @@ class Part:
             self._free()
 
     def adopt(self) -> None:
-        """Regard the memory of the tensors as lent if the layer set ``tensor.data``."""
+        """If the layer has set ``tensor.data``, treat the new storage as the second storage."""
         found = self.tensors[0].untyped_storage()
         if self._resident and self.lent is None and found._cdata != self._storage._cdata:
             self.lent, self._lent_version = found, -1
             self._count(self.nbytes)
 
     def watch(self) -> None:
-        """Note the values while others hold aliases. An alias may have a version counter of its own."""
+        """Compute a checksum of the second storage, because its views may have their own version counters."""
         if self.lent is not None and not self._is_changed():
             self._digest = self._digest or sums(_bytes_of(self.lent))
 
     def reclaim(self) -> None:
-        """Take back the memory that is lent. If the values were changed, write them first.
+        """Free the second storage. If its values were changed, write them to the store first.
 
         Raises:
             TransferError: The values cannot be written. They stay in memory.
@@ -188,7 +189,7 @@ class Part:
             self._resize(0)
 
     def unlike(self, data: torch.Tensor) -> str:
-        """Return a text if ``data`` has not the shape, data type and device of the first tensor, else ''."""
+        """Return a text if ``data`` has another shape, data type or device than the first tensor, else ''."""
         kind, found = map(_kind_of, (self._in_layer[0], data))
         return "" if found == kind else f"is offloaded as {kind}, but was set to {found}"
 

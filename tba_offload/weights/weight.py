@@ -1,4 +1,4 @@
-"""A frozen weight: when its bytes are in memory, and what may be done with them."""
+"""A frozen weight: the times at which its bytes are in memory, and the uses that are allowed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _PASSES, _NEARLY_ALL = 5, 4
-"""An expert that ran in 4 of the last 5 passes is read ahead. At most a fifth of these reads is wasted."""
+"""An expert is read ahead if the expert ran in at least 4 of the last 5 forward passes. At most a fifth of
+these reads is then useless."""
 
 _IS_READ = (
     "was used outside of its layer, so it was read from the store. Each use outside of the layer reads the "
@@ -32,18 +33,18 @@ _IS_READ = (
 )
 
 Run: TypeAlias = "dict[FrozenWeight, set[int]]"
-"""The slices of experts that a run of their layer has used."""
+"""The experts that one forward of their layer has used: for each weight, the indices of slices."""
 
 
 class Loans:
-    """The weights that the program uses outside of their layers.
+    """The frozen weights that the program uses outside of their layers.
 
     Attributes:
-        lock: The lock of all weights.
-        lent: Weights in memory, because the program or autograd still uses them.
-        pointed: Aliases of weights whose address the program has.
+        lock: The lock that guards all frozen weights of a session.
+        lent: Weights that are in memory because the program or autograd may still use them.
+        pointed: Tensors on the memory of weights whose ``data_ptr()`` the program has called.
         tell: Called with a message.
-        has_told: Whether the first use has been reported.
+        has_told: Whether the first use of a weight outside of its layer has been reported.
     """
 
     def __init__(self, tell: Callable[[str], object]) -> None:
@@ -52,32 +53,32 @@ class Loans:
         self.pointed: list[torch.Tensor] = []
 
     def reclaim(self) -> None:
-        """Free the memory of weights that are not used any longer. Write changed values first."""
+        """Free the memory of weights that no tensor uses any more. Write changed values first."""
         for weight in list(self.lent):
             weight.reclaim()
 
 
 class FrozenWeight:
-    """A frozen weight: a parameter, and the tensors with its bytes.
+    """A frozen weight: a parameter, and the storages with its bytes.
 
     Call all methods under the lock, and without torch functions of subclasses.
 
     Args:
-        found: The weight.
+        found: The parameter, its tensors and its layer.
         homes: The store.
-        loans: The weights that are used outside of their layers.
-        count: Called with each change of memory in bytes.
+        loans: The frozen weights that the program uses outside of their layers.
+        count: Called with each change of the weight's memory, in bytes.
 
     Attributes:
-        name: Name of the weight in its model.
-        layer: Number of its layer.
+        name: Name of the parameter in the model.
+        layer: Index of the layer with the weight.
         parameter: The parameter.
-        expert: See :class:`Found`.
-        slices: Numbers of the experts in the parameter; otherwise ``range(1)``.
-        parts: The storages with its bytes.
-        nbytes: Bytes of the parts.
-        is_open: Whether the layer computes with the weight now.
-        used: Slices that the current run of the layer has used.
+        expert: The expert that has the weight; ``None`` if the weight belongs to no expert.
+        slices: Indices of the experts in the parameter; ``range(1)`` if its slices are not experts.
+        parts: The storages with the bytes of the weight.
+        nbytes: Total size of the storages in bytes.
+        is_open: Whether the layer is running.
+        used: Indices of the slices that the current forward of the layer has used.
     """
 
     def __init__(self, found: Found, homes: Homes, loans: Loans, count: Callable[[int], object]) -> None:
@@ -118,17 +119,17 @@ class FrozenWeight:
     # ---- for the layer ---------------------------------------------------------------------------
 
     def begin_run(self) -> set[int]:
-        """Return a new set, to which slices are added when a run of the layer uses them."""
+        """Begin a forward of the layer. Return the set to which this object adds the slices that are used."""
         self._ran.append(bool(self.used))
         self.used = set()
         return self.used
 
     def begin_read(self, run: Run | None) -> None:
-        """Start to read bytes, unless they are in memory or are being read.
+        """Start to read the bytes for a forward or backward of the layer, except bytes that are in memory.
 
         Args:
-            run: What a run of the layer has used, if its backward comes. Before a forward, an expert is read
-                if it ran in nearly all recent passes.
+            run: Before a backward, the experts that the forward has used. ``None`` before a forward. The
+                weights of an expert are then read ahead only if the expert ran in most of the last forwards.
         """
         wanted: Collection[int] = self.slices
         if self.expert is not None:
@@ -138,10 +139,10 @@ class FrozenWeight:
             part.begin_read(wanted)
 
     def open(self, run: Run | None) -> None:
-        """Bring the bytes into memory for the layer. Experts are read when they run.
+        """Bring the bytes into memory for the layer. Before a forward, do not wait for weights of experts.
 
         Args:
-            run: What a run of the layer has used, if its backward comes.
+            run: Before a backward, the experts that the forward has used. ``None`` before a forward.
 
         Raises:
             TransferError: The bytes cannot be read.
@@ -154,7 +155,7 @@ class FrozenWeight:
         self._set_classes()
 
     def read(self, wanted: Collection[int]) -> None:
-        """Bring slices into memory.
+        """Bring the slices ``wanted`` into memory.
 
         Raises:
             TransferError: The bytes cannot be read.
@@ -165,17 +166,17 @@ class FrozenWeight:
         self._set_classes()
 
     def guard(self, view: torch.Tensor) -> torch.Tensor:
-        """Return a view of all experts. Its uses read only the experts that they need, too."""
+        """Change the class of a view of the parameter, so that a use of the view reads the needed experts."""
         vars(view)["tba_offload_weight"] = self
         view.__class__ = guarded(torch.Tensor)
         self._views.append(view)
         return view
 
     def shut(self) -> None:
-        """End the use by the layer. The bytes stay in memory.
+        """End the forward or backward of the layer. The bytes stay in memory.
 
         Raises:
-            TransferError: The layer set new values, which cannot be written.
+            TransferError: The layer has set ``parameter.data``, and the new values cannot be written.
         """
         self.is_open = False
         self._set_classes()
@@ -212,14 +213,15 @@ class FrozenWeight:
 
     @contextmanager
     def in_use(self, func: Any, args: Any, kwargs: Any) -> Iterator[bool]:
-        """Return a context manager for a function of a weight whose class is the guard.
+        """Return a context manager in which a function can use the bytes of the weight.
 
-        In their layer, the experts that the function needs are read. Outside of the layer, the whole weight
-        is read into separate memory, and has its original class until the block ends. The separate memory is
-        freed after the block, unless a result of the function still uses it.
+        While the layer runs, only the experts that the function needs are read. At other times, the whole
+        weight is read into separate memory, and the weight has its original class until the block ends. The
+        separate memory is freed after the block, unless a result of the function still uses this memory.
 
         Yields:
-            Whether the result is a view of all experts, which :meth:`guard` makes read them later.
+            True if the function returns a view of a parameter with experts, and reads no bytes. The caller
+            passes the view to :meth:`guard`.
 
         Raises:
             TransferError: The weight cannot be read, or its new values cannot be written.
@@ -251,9 +253,10 @@ class FrozenWeight:
                 self.reclaim()
 
     def reclaim(self) -> None:
-        """Free the memory of uses outside of the layer, unless it is still needed.
+        """Free the separate memory for uses outside of the layer, unless other tensors still use this memory.
 
-        If its data has another shape, data type or device now, the weight stays in memory.
+        If ``parameter.data`` was set to a tensor of another shape, data type or device, the weight stays in
+        memory.
 
         Raises:
             TransferError: The new values cannot be written.
