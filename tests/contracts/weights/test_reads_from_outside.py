@@ -398,15 +398,9 @@ OF_ONE: dict[str, Callable[[Any], Any]] = {
     ),
     # What does not ask the class of a tensor, and is given another tensor on the same memory
     "by torch.tensor": lambda w: [torch.tensor(w.detach()), torch.as_tensor(w) + 0, torch.asarray(w).clone()],
-    "by the constructor": lambda w: torch.Tensor(w.detach()).clone(),
-    "as a parameter": lambda w: nn.Parameter(w.detach(), requires_grad=False).detach().clone(),
     "by DLPack": lambda w: [
         each.clone() for each in map(torch.from_dlpack, (w, torch.utils.dlpack.to_dlpack(w.detach())))
     ],
-    "by a script": lambda w: torch.jit.trace(lambda x: x.pow(2).sum(), torch.ones(64, 64))(w.detach()),
-    "compiled": lambda w: torch.compile(lambda x: x.pow(2).sum(), backend="eager")(w.detach()),
-    "by vmap": lambda w: torch.func.vmap(lambda row: row.sum())(w.detach()),
-    "by grad": lambda w: torch.func.grad(lambda x: (x @ w).pow(2).sum())(rows().detach()),
     "by jvp": lambda w: torch.func.jvp(lambda x: (x * x).sum(), (w,), (torch.ones_like(w),))[1],
     "by an operator": lambda w: torch.ops.aten.sum.default(w),
     "by its storage": lambda w: torch.empty(0).set_(w.untyped_storage(), 0, w.shape, (64, 1)).clone(),
