@@ -93,7 +93,11 @@ def run_on_console(
             base = dry.model.get_memory_footprint() + sum(frozen) - sum(dry.frozen_bytes()) + 2 * gradients
             share = DeviceShare(int(FITTING * device_bytes), base, gradients)
             if share.left <= 0:
-                notes += ["The frozen weights do not fit the device and are offloaded."] if frozen else []
+                notes += (
+                    ["The frozen weights do not fit into the memory of the device, and are offloaded."]
+                    if frozen
+                    else []
+                )
                 share = replace(share, base_bytes=base - sum(frozen) + resident)
             if share.left <= 0:
                 raise ConfigError(f"no memory is left for activations: {share}. Choose a larger device")

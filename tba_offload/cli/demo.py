@@ -37,7 +37,9 @@ _STATES = click.Choice(["keep", "offload", "auto", "backward"])
 )
 @click.option("--window", help="In-flight window at the smallest batch size, such as 64MiB.")
 @click.option(
-    "--policy", type=click.Path(path_type=Path), help="Policy file of the third strategy, or 'auto'."
+    "--policy",
+    type=click.Path(path_type=Path),
+    help="Policy file to use instead of placement 'offload', or 'auto'.",
 )
 @click.option("--budget", metavar="SIZE|SHARE", help="Limit of the activation peak. Needs --policy auto.")
 @click.option(

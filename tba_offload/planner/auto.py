@@ -447,7 +447,9 @@ class Controller:
             self.profile = replace(self.profile, headroom=self._headrooms[winner])
         case = self._case()
         if case.highest > GROWTH_TO_PLAN * self._highest and case.keep.activation_peak > self._highest:
-            return self._start_race(f"a step with a peak of {readable_size(self._most_seen)} fitted")
+            return self._start_race(
+                f"a step with a peak of {readable_size(self._most_seen)} fitted into memory"
+            )
         return self._improved(case, winner)
 
     def _second_plan(self, seen: StepObservation) -> Plan | None:

@@ -39,7 +39,7 @@ def reason(case: Case) -> str:
     """Return the reason for a plan as text: the available memory and the rate of the store."""
     keep = f"Keeping all layers needs {readable_size(case.keep.activation_peak)}"
     if case.objective is Objective.MEMORY:
-        return f"{keep}. The plan has the lowest peak that makes no step longer. {_store(case)}"
+        return f"{keep}. Of the plans that make no step longer, this plan has the lowest peak. {_store(case)}"
     budget = case.limits.budget
     if budget is None:
         return f"{keep}, and no limit is set"
@@ -75,7 +75,8 @@ def written_a_day(case: Case, plan: Plan) -> str | None:
 def over_writes(case: Case, plan: Plan) -> str:
     """Return the warning that every plan exceeds ``store.write_bytes_per_day``."""
     allowed, written = readable_size(case.limits.written_per_day or 0), written_a_day(case, plan)
-    what = f"store.write_bytes_per_day of {allowed} cannot be met: even the most sparing plan {written}"
+    least = f"even the plan that writes the fewest bytes {written}"
+    what = f"store.write_bytes_per_day of {allowed} cannot be met: {least}"
     return f"{what}. Raise the limit, or offload fewer layers"
 
 

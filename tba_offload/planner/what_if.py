@@ -86,8 +86,8 @@ class Situation:
         event: Any = next((each for each in reversed(log.others) if each["event"] == PLAN), None)
         if event is None:
             raise RunLogError(
-                f"{log.path}: the run log has no plan. A plan needs three logged steps. In these steps, all "
-                "layers have placement 'keep', or offloaded layers save more than budget.in_flight_bytes"
+                f"{log.path}: the run log has no plan. Log three steps with placement 'keep' for all "
+                "layers, or with offloaded layers that save more than budget.in_flight_bytes"
             )
         config = OffloadConfig.from_yaml(log.header.policy or "")
         in_backward = config.states is not None and config.states.when == "backward"

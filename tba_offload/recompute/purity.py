@@ -202,7 +202,9 @@ def impure(layer: str, changes: Sequence[str]) -> TbaError:
         changes: The names of the changed state.
     """
     what = ", ".join(changes[:3]) + (" and more" if len(changes) > 3 else "")
-    return cannot(layer, f"its forward changes {what}, and a second run would repeat this", UnsupportedError)
+    return cannot(
+        layer, f"its forward changes {what}, and a second run would repeat the change", UnsupportedError
+    )
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ _PHASES = {
     "loss": ("loss", "the loss, after the last layer", "logits, loss and their gradients"),
     "backward": ("backward", "the backward of {}", "working memory of one layer"),
     "embeddings": ("outside", "modules before {}, in forward or backward", "embeddings and their gradients"),
-    "between": ("after backward", "the time after a backward", "working memory after backward"),
+    "between": ("after backward", "the time after a backward pass", "working memory after backward"),
     "update": ("update", "the optimizer's update", "working memory of the optimizer"),
     "step": ("step", "a phase that the log does not record", "not recorded"),
 }

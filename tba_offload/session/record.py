@@ -138,7 +138,8 @@ class Recorder:
         loss, late = step.loss, []
         if isinstance(loss, torch.Tensor):
             if loss.numel() != 1:
-                raise ValueError(f"step.loss has {loss.numel()} elements. Set one value: loss.mean()")
+                remedy = "Assign a tensor with one element, such as loss.mean()"
+                raise ValueError(f"step.loss has {loss.numel()} elements. {remedy}")
             device = device_of(loss.device)  # the last stage of a model may be on another device
             # Copy without waiting for the device.
             loss = loss.detach().to("cpu", non_blocking=True, copy=True)

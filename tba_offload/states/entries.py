@@ -136,7 +136,7 @@ class Entries:
                 continue
             if not stands_for(value, parameter, key):
                 owner = f"{key!r} of {self._groups.name_of(parameter)}"
-                why = f"the program assigned its placeholder to the state {owner}"
+                why = f"the program assigned the placeholder of this state to the state {owner}"
                 raise value.refused(f"{why}. Assign the values, not the placeholder")
             groups = self._groups.holding.get(parameter)
             if not groups or any(key not in group.keys[parameter] for group in groups):

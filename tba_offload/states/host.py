@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 _THREADS = 2
 """Number of threads that update sub-groups on the CPU.
 
-One thread runs an update on all cores. Meanwhile, the other thread copies the results of the last update and
-the inputs of the next update.
+While one thread waits for an update, which uses all cores, the other thread copies the results of the last
+update and the inputs of the next update.
 """
 
 _RECENT = 5

@@ -182,5 +182,7 @@ def test_it_foretells_lora_on_a_base_in_few_bits(tmp_path: Path) -> None:
     in_4_bits = estimate(*sizes, "--base-bits", 4)["frozen_bytes"]
     assert in_4_bits / found["frozen_bytes"] == pytest.approx(4.5 / 32, rel=1e-3)
     shown = call("estimate", "--flops", "20G", "--write", "1GB/s", "--device-bytes", "8MiB", *sizes)
-    assert "The frozen weights do not fit the device and are offloaded." in shown.stdout, shown.output
+    assert (
+        "The frozen weights do not fit into the memory of the device, and are offloaded." in shown.stdout
+    ), shown.output
     assert "--base-bits needs --lora" in call("estimate", "--flops", "1G", "--base-bits", 4).stderr
