@@ -111,7 +111,8 @@ class LayerRuns:
         if is_captured or torch_private.graph_node(device.torch_device) is not before:
             how = "while a CUDA graph is captured" if is_captured else "as CUDA graphs"
             why = f"{site.layer.id} runs {how}, in which activations have fixed addresses"
-            raise UnsupportedError(f"{why}. Compile with mode='default', or set the placement to 'keep'")
+            modes = "mode='default' or 'max-autotune-no-cudagraphs'"
+            raise UnsupportedError(f"{why}. Compile with {modes}, or set the placement to 'keep'")
         return output
 
     def _run_as(self, placement: Placement, site: Site, scope: ScopeTrace, given: Arguments) -> object:

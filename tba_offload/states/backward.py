@@ -134,8 +134,8 @@ class BackwardUpdates(Updates):
             if self._made is None:
                 raise SessionError(_HALFWAY)
             why = f"another backward pass ran after the update: states.micro_batches is {self.micro_batches}"
-            remedy = "Set it to the number of passes in a step, or set use_reentrant=False for checkpoints"
-            raise SessionError(f"{why}. {remedy}")
+            remedy = "Set it to the number of passes in a step, set use_reentrant=False for checkpoints"
+            raise SessionError(f"{why}. {remedy}, or set states.when to 'step'")
         self._passes += 1
         self._done: list[SubGroup] = []
         self._open: dict[SubGroup, set[torch.Tensor]] = {}
