@@ -115,6 +115,23 @@ def test_training_and_evaluation_are_those_of_the_plain_run(
         }
 
 
+@pytest.mark.parametrize(("method", "count", "taken"), [("uniform", 2, LAYERS), ("block", 2, 2)])
+def test_recomputation_by_megatron_is_taken_over(
+    method: str, count: int, taken: int, tmp_path: Path, python_with_scripts: Warm
+) -> None:
+    """The bits are those of Megatron's own recomputation, and the inputs of its layers are offloaded."""
+    flags = ("--recompute-granularity", "full", "--recompute-method", method)
+    flags += ("--recompute-num-layers", str(count))
+    (alone,) = train(python_with_scripts, PLAIN, tmp_path / "alone", *flags)
+    found, log = offload(python_with_scripts, tmp_path / "taken", *flags, placement="offload")
+    assert found == alone
+    placements = [each["placement"] for each in log.header.plan.values()]
+    assert placements == ["recompute-offload"] * taken + ["offload"] * (LAYERS - taken)
+    for step in log.steps:
+        assert (step.recomputed_scopes, step.left_alone_scopes) == (2 * taken, 0)
+        assert step.offloaded_bytes > 0
+
+
 def read_curves(directory: Path) -> dict[str, list[tuple[int, float]]]:
     """Iteration and value of every point; TensorBoard stores them in single precision."""
     with warnings.catch_warnings():
