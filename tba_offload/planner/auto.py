@@ -1,23 +1,23 @@
-"""The controller, which chooses placements of ``auto`` layers between steps.
+"""Controller that chooses placements for ``auto`` layers between training steps.
 
 The controller has three states: LEARN, TRY and HOLD.
 
 LEARN takes three steps. The first step offloads every ``auto`` layer, with a small in-flight window. In the
 other two steps, a quarter of the layers is kept, a quarter is recomputed, and a quarter has the placement
-``offload-remat``. If the budget is too small for these placements, more layers are offloaded.
+``offload-remat``. With a small budget, the controller offloads more layers.
 
-TRY alternates between the best plan and the best uniform plan. In a uniform plan, all layers that are not
-kept have the same placement. The plan with the faster measured steps wins.
-If the measured times predict that a third plan is faster, the third plan races once against the winner.
+TRY alternates between the best plan and the best uniform plan. A uniform plan gives one placement to all
+layers that are not kept. TRY ends with the plan whose measured steps are faster. If the measured times
+predict a third, faster plan, TRY also measures the third plan.
 
-HOLD keeps the winning plan. The controller makes a new plan after three consecutive steps whose times differ
-by 10% from the first steps of HOLD. A change of a store rate by a third also causes a new plan.
+HOLD repeats the winning plan. If three consecutive steps differ by 10% from the first steps of HOLD, or if a
+store rate changes by a third, the controller makes a new plan.
 
-After a step that is larger than all earlier steps, the controller returns to LEARN. After a step that exceeds
-the budget, the controller makes a new plan with a smaller budget.
+If a step is larger than all earlier steps, the controller returns to LEARN. If a step exceeds the budget, the
+controller makes a new plan with a smaller budget.
 
-If the user set no limit, the budget is the free memory of the device. The controller then raises the memory
-use gradually: a new plan may have at most twice the highest activation peak of the earlier steps.
+If the user sets no limit, the budget is the free memory of the device. In this case, a new plan may have at
+most twice the highest activation peak of the earlier steps.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ if TYPE_CHECKING:
     from tba_offload.report.log import StepRecord
 
 LEARNING = 3
-"""Number of steps before the first plan."""
+"""Number of measured steps before the first plan."""
 
 WARM_UP = 1
-"""Number of first steps whose times are ignored, because the first steps are slower than later steps."""
+"""Number of first steps whose times are ignored, because they are slower than later steps."""
 
 FIRST_WINDOW = 16
-"""In the first steps, the size of the in-flight window is the budget divided by this number. The window is
-small, because the memory use without activations is not yet measured."""
+"""Divisor of the budget that gives the size of the in-flight window in the first steps. The window is small,
+because the memory use without activations is not yet measured."""
 
 ROUNDS, ROUNDS_ON_HOST = 2, 3
-"""Number of steps for which TRY measures each plan. The first number applies if the device's clock measures
-the steps, the second number if the host's clock does. The fastest step of each plan counts."""
+"""Number of steps for which TRY measures each plan, by the device's clock and by the host's clock. The
+fastest step of each plan counts."""
 
 OFF, OFF_STEPS, OTHER_RATE = 0.1, 3, 1 / 3
 """Thresholds for a new plan: relative change of step times, number of consecutive steps with this change, and
@@ -69,23 +69,22 @@ ROOM_CHANGED = "the memory for activations has changed"
 
 WORTH_IT = 0.02
 """Smallest relative gain for which a new plan replaces the current plan. The planner also ignores I/O waits
-that take less than this fraction of a step."""
+below this fraction of a step."""
 
 GROWTH, GROWTH_TO_PLAN = 2, 4 / 3
 """Factors for the growth of plans if the user set no limit.
 
 The activation peak of a plan may be at most ``GROWTH`` times the highest activation peak of the earlier
-steps. When this limit has grown by the factor ``GROWTH_TO_PLAN``, the controller makes a new plan. Plans fill
-the device within a few steps, and each plan is measured before a larger plan is made.
+steps. When this limit has grown by the factor ``GROWTH_TO_PLAN``, the controller makes a new plan.
 """
 
 AGREE_EVERY = 8
-"""Ranks that share layers agree on placements once in this number of steps. These ranks also agree after each
-of the first 16 steps."""
+"""Number of steps between two agreements of ranks that share layers. These ranks also agree after each of the
+first 16 steps."""
 
 
 Agree = Callable[[dict[str, Placement], tuple[float, float]], dict[str, Placement]]
-"""Type of the function with which ranks agree on placements.
+"""Function with which ranks agree on placements.
 
 The arguments are the placements that this rank proposes, by layer name, and the result of
 :meth:`Controller.need_of`. The function returns the agreed placements by layer name.
@@ -101,8 +100,8 @@ class Task:
         layers: Model chunk and module name of each layer.
         limits: Limits that plans must keep.
         objective: Goal of plans: shortest step, or lowest peak without a longer step.
-        agree: Function with which the ranks that share layers agree which layers to recompute; ``None`` if
-            no other rank has these layers.
+        agree: Function with which ranks that share layers agree which layers to recompute; ``None`` if no
+            other rank has these layers.
     """
 
     policy: tuple[Placement, ...]
@@ -212,7 +211,7 @@ class Controller:
 
     @property
     def wants_saved(self) -> bool:
-        """Whether the next step runs kept layers with hooks, so that their saved tensors are logged."""
+        """Whether the next step runs kept layers with hooks, so that the run log has their saved tensors."""
         return self.steps == WARM_UP and self.task.keeps_all
 
     @property
@@ -223,8 +222,8 @@ class Controller:
     def least(self, plan: Plan) -> Plan:
         """Return the plan that replaces ``plan`` for the rest of a step that needs too much memory.
 
-        The returned plan offloads every ``auto`` layer, as in the first steps. If ranks share layers, the
-        layers that ``plan`` recomputes are still recomputed.
+        The returned plan offloads every ``auto`` layer. If ranks share layers, the layers that ``plan``
+        recomputes are still recomputed.
         """
         first, is_shared = self.task.first(), self.task.agree is not None
         pairs = zip(first.placements, plan.placements, strict=True)
@@ -246,8 +245,8 @@ class Controller:
     def observe(self, seen: StepObservation) -> Plan:
         """Add a finished step, and return the plan for the next step.
 
-        All ranks that share layers recompute the same layers. If the planner fails, a warning is given, and
-        the plan of the last step is used again.
+        All ranks that share layers recompute the same layers. If the planner fails, this method warns, and
+        returns the plan of the last step.
         """
         self.steps += 1
         try:
@@ -298,10 +297,7 @@ class Controller:
         return self._after_try(seen) if self.state is State.TRY else self._after_hold(seen)
 
     def _forget_warm_up(self) -> None:
-        """Discard times of the first step.
-
-        In the first step, files grow, caches are empty, and gradients are allocated late.
-        """
+        """Discard times of the first step: files grow, caches are empty, gradients are allocated late."""
         self.rates.forget()
         self._headrooms = {}
         if self.profile is not None:
@@ -332,7 +328,6 @@ class Controller:
     # ---- LEARN -----------------------------------------------------------------------------------
 
     def _next_lesson(self) -> Plan:
-        """Return a plan that gives layers of one kind several placements, to measure these placements."""
         first = self.task.first()
         case = self._case(UNMEASURED)
         case = replace(case, limits=replace(case.limits, window=first.window))
@@ -356,7 +351,6 @@ class Controller:
     # ---- solve -----------------------------------------------------------------------------------
 
     def _case(self, spare: float = 0.0) -> Case:
-        """Return the input of the solver. The fraction ``spare`` of the budget stays free."""
         profile, bandwidth, limits = self.profile, self.rates.bandwidth(), self.task.limits
         if profile is None or bandwidth is None:
             raise RuntimeError("no plan can be made before a step is measured")
@@ -374,32 +368,24 @@ class Controller:
         )
 
     def _solve(self) -> Plan:
-        """Return the best plan.
-
-        If possible, the plan leaves the fraction :data:`UNMEASURED` of the budget free.
-        """
         case = self._case(UNMEASURED)
         plan = solve(case)
         if not case.fits(plan):
             plan = solve(case := self._case())
-        if self.steps > WARM_UP:  # do not warn because of one-time allocations of the first step
+        if self.steps > WARM_UP:  # the first step has one-time allocations
             self._warn_of(case, plan)
         self._bandwidth, self._highest, self._measured = case.bandwidth, case.highest, False
         return plan
 
     def _warn_of(self, case: Case, plan: Plan) -> None:
-        """Warn if the plan exceeds the write limit or the budget.
-
-        If the device has no memory left for activations, the session gives another warning instead.
-        """
         limits, found = self.task.limits, case.played(plan)
         if found.sent_bytes > case.limits.planned_in(found.seconds):
             self._warn("writes", over_writes(case, plan))
+        # If the device has no memory left for activations, the session gives another warning.
         elif not case.fits(plan) and (limits.device is None or limits.device.left > 0):
             self._warn("budget", over_budget(limits, plan, case))
 
     def _start_race(self, why: str, *plans: Plan) -> Plan:
-        """Start a race, and return the first plan. Without ``plans``, the race starts with the best plan."""
         plan, *others = plans or (self._solve(),)
         self.state, self._off, self._usual, self._why = State.TRY, 0, [], why
         self._race, self._races, self._reported = {each: [] for each in (plan, *others)}, 0, None
@@ -407,7 +393,6 @@ class Controller:
         return plan
 
     def _after_excess(self, over: int, seen: StepObservation) -> Plan:
-        """Return the plan for the next step, after a step that exceeded the budget by ``over`` bytes."""
         self._why = f"the last step exceeded the budget by {readable_size(over)}"
         # The first step has one-time allocations.
         if self.steps == WARM_UP and not seen.record.fallback_kept_bytes:
@@ -422,7 +407,6 @@ class Controller:
     # ---- TRY -------------------------------------------------------------------------------------
 
     def _after_try(self, seen: StepObservation) -> Plan:
-        """Add a step to the race, and return the plan for the next step."""
         if self._limits_changed:  # the racing plans were made for a different budget
             self._limits_changed = False
             return self._start_race(ROOM_CHANGED)
@@ -455,7 +439,7 @@ class Controller:
     def _second_plan(self, seen: StepObservation) -> Plan | None:
         """Return a plan to race against the current plan; ``None`` for no race.
 
-        Predicted waits for I/O are uncertain. Therefore a plan that waits for I/O races against a plan that
+        Because predicted I/O waits are uncertain, a plan that waits for I/O races against a plan that
         recomputes layers.
         """
         plan, record, case = seen.plan, seen.record, self._case(UNMEASURED)
@@ -467,11 +451,6 @@ class Controller:
         return best_plain(case, plan, recomputes=waits)
 
     def _improved(self, case: Case, winner: Plan) -> Plan:
-        """Return the winner of the race, or a better plan that the solver finds with the measured times.
-
-        A better plan joins the race at most once. A winner that writes more bytes per day than allowed
-        is always replaced.
-        """
         # Assume the highest headroom of all racing plans.
         most = max(self._headrooms.values(), default=case.profile.headroom)
         better = solve(replace(case, profile=replace(case.profile, headroom=most)))
@@ -490,7 +469,6 @@ class Controller:
     # ---- HOLD ------------------------------------------------------------------------------------
 
     def _after_hold(self, seen: StepObservation) -> Plan:
-        """Return the current plan. If limits, step times or store rates have changed, return a new plan."""
         case, was, seconds = self._case(), self._bandwidth, _seconds(seen)
         # Compare with measured times, because the prediction may have a constant error.
         if len(self._usual) < OFF_STEPS:
@@ -508,7 +486,7 @@ class Controller:
         if not case.fits(now):
             return self._start_race(why, better)
         if not _is_worth_it(better, now):
-            return now  # the plan is the same, but has a new prediction
+            return now
         return self._start_race(why, better, now)
 
     # ---- agreement of ranks ----------------------------------------------------------------------
@@ -516,9 +494,8 @@ class Controller:
     def need_of(self, proposed: Plan) -> tuple[float, float]:
         """Return the predicted excess over the budget in bytes, and the predicted seconds of a step.
 
-        The predictions are for a step that offloads every ``auto`` layer.
-
-        Both figures are 0 until a plan is made from measured steps.
+        Both predictions assume that every ``auto`` layer is offloaded. Both are 0 until a plan is made from
+        measured steps.
         """
         if self.state is State.LEARN or self.profile is None:
             return 0.0, 0.0
@@ -546,7 +523,6 @@ class Controller:
     # ---- warnings and logs -----------------------------------------------------------------------
 
     def _warn(self, key: str, text: str) -> None:
-        """Give at most one warning for each ``key``."""
         if key not in self._warned:
             self._warned.add(key)
             warn(text, RuntimeWarning)
@@ -589,7 +565,6 @@ def _may_try(case: Case, layer: int, way: Placement) -> bool:
 
 
 def _is_worth_it(better: Plan, now: Plan) -> bool:
-    """Return True if the predicted step of ``better`` is shorter by the fraction :data:`WORTH_IT` or more."""
     new, old = better.prediction, now.prediction
     return new is not None and old is not None and new.seconds <= (1 - WORTH_IT) * old.seconds
 

@@ -31,15 +31,15 @@ def describe(names: Sequence[str], plan: Plan, occasion: str, case: Case) -> str
         peak = readable_size(expected.activation_peak)
         parts.append(f"Predicted peak {peak}, predicted step {significant(expected.seconds)} s{waits}")
     if written := written_a_day(case, plan):
-        parts.append(f"The plan {written}")
+        parts.append(f"The plan writes {written}")
     return ". ".join([*parts, reason(case), f"Reason for this plan: {occasion}"])
 
 
 def reason(case: Case) -> str:
-    """Return the reason for a plan as text: the available memory and the rate of the store."""
+    """Return the reason for a plan as text: the memory for activations and the rates of the store."""
     keep = f"Keeping all layers needs {readable_size(case.keep.activation_peak)}"
     if case.objective is Objective.MEMORY:
-        return f"{keep}. Of the plans that make no step longer, this plan has the lowest peak. {_store(case)}"
+        return f"{keep}. This plan has the lowest peak of all plans that keep the step time. {_store(case)}"
     budget = case.limits.budget
     if budget is None:
         return f"{keep}, and no limit is set"
@@ -52,30 +52,29 @@ def reason(case: Case) -> str:
 
 
 def _store(case: Case) -> str:
-    """Return a text with the rates of the store, and with the rates that offloading all layers needs."""
     profile, seconds, saved = case.profile, [0.0, 0.0], 0
     for slot in profile.slots:
         seconds[slot.backward] += profile.timing(slot.layer, Placement.KEEP)[slot.backward] + slot.gap
         saved += 0 if slot.backward else profile.kind_of(slot.layer).whole_bytes
     in_host = 0 if case.bandwidth.host is None else case.bandwidth.host.capacity or 0
     write, read = (readable_rate(max(saved - in_host, 0) / each if each else 0.0) for each in seconds)
-    needed = f"offloading all layers without waits needs {write} of writes and {read} of reads"
-    return f"Rates of the store: {case.bandwidth}. In this step, {needed}"
+    needed = f"Without waits, offloading all layers needs write rates of {write} and read rates of {read}"
+    return f"Rates of the store: {case.bandwidth}. {needed}"
 
 
 def written_a_day(case: Case, plan: Plan) -> str | None:
-    """Return a text with the bytes that a plan writes per day; ``None`` if the policy sets no limit."""
+    """Return the bytes that a plan writes per day, and their limit; ``None`` if the policy sets no limit."""
     allowed, found = case.limits.written_per_day, case.played(plan)
     if allowed is None:
         return None
     day = readable_size(bytes_per_day(found.sent_bytes, found.seconds))
-    return f"writes up to {day} per day (store.write_bytes_per_day: {readable_size(allowed)})"
+    return f"up to {day} per day (store.write_bytes_per_day: {readable_size(allowed)})"
 
 
 def over_writes(case: Case, plan: Plan) -> str:
     """Return the warning that every plan exceeds ``store.write_bytes_per_day``."""
     allowed, written = readable_size(case.limits.written_per_day or 0), written_a_day(case, plan)
-    least = f"even the plan that writes the fewest bytes {written}"
+    least = f"even the plan that writes the fewest bytes writes {written}"
     what = f"store.write_bytes_per_day of {allowed} cannot be met: {least}"
     return f"{what}. Raise the limit, or offload fewer layers"
 
@@ -92,8 +91,8 @@ def over_budget(limits: Limits, plan: Plan, case: Case) -> str:
     largest = max(kind.whole_bytes for kind in profile.kinds)
     return (
         f"the budget of {readable_size(limits.budget or 0)}{left} cannot be met: the lowest peak found is "
-        f"{readable_size(found.peak_bytes + profile.gradient_bytes)}{gradients}, with "
-        f"{readable_size(max(beside, 0))} outside the layers (logits, loss, temporaries), "
-        f"{readable_size(largest)} in the largest layer, {readable_size(plan.window or 0)} in flight. "
+        f"{readable_size(found.peak_bytes + profile.gradient_bytes)}{gradients}. "
+        f"The peak includes {readable_size(max(beside, 0))} outside layers (logits, loss, temporaries), "
+        f"{readable_size(largest)} in the largest layer, and {readable_size(plan.window or 0)} in flight. "
         f"Raise {setting}, or use smaller micro-batches or shorter sequences"
     )

@@ -1,7 +1,7 @@
 """Functions that compute the profile of a step from a trace of the step.
 
-Compute times come from the clock of the device that ran the work. The host's clock measures when a layer
-saves and uses an activation. The profile holds these two times as fractions of the layer's time on the host.
+Compute times come from the clock of the device. Only the host's clock records when a layer saves and uses an
+activation, so the profile holds these two times as fractions of the layer's time on the host.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ LayerKey = tuple[int, str]
 """Model chunk and module name of a layer."""
 
 ALIKE = 0.25
-"""Largest relative difference in saved bytes between two layers of one kind. Layers of one kind also save
-equal numbers of activations."""
+"""Largest relative difference in saved bytes between two similar layers. Similar layers also save equal
+numbers of activations."""
 
 OFFLOADED, REBUILT, LEARNED_KEEP = "offloaded", "rebuilt", "learned keep"
 """Values of ``treatment`` in an activation trace."""
 
 UNKNOWN = LayerKind((), small_bytes=0, input_bytes=0)
-"""Placeholder for the kind of a layer that was never measured."""
+"""Layer kind for layers that were never measured."""
 
 REMEMBERED = 3
 """Number of recent steps whose times are kept. The planner uses the median, so a single slow step has no
@@ -59,15 +59,13 @@ ASSUMED = Bandwidth(1e9, 1e9, is_assumed=True)
 """Assumed rates of drives, until a transfer is measured."""
 
 EVIDENCE = 32 << 20
-"""Number of written or read bytes after which the rates of steps replace the rates that a probe of the store
-measured."""
+"""Transferred bytes after which the rates of steps replace the rates that a probe of the store measured."""
 
 
 _Size = tuple[int, int]
-"""Number and total bytes of the activations that a layer saves."""
 
 RunSize = tuple[int, ...]
-"""Size of a layer run: the number of the layer's runs that wait for backward, the bytes and the number of
+"""Size of one layer run: the number of the layer's runs that wait for backward, the bytes and the number of
 gradients, and the dimensions of the inputs."""
 
 
@@ -113,8 +111,7 @@ class StepObservation:
 class _Run(NamedTuple):
     """One run of a layer, with the activations that the layer saved.
 
-    An interval is a start time and an end time. The intervals ``host_forward`` and ``host_backward`` are in
-    host time.
+    Each interval is a start time and an end time.
     """
 
     layer: int
@@ -132,10 +129,7 @@ class _Run(NamedTuple):
 
     @property
     def is_captured(self) -> bool:
-        """Whether hooks recorded the tensors that the layer saved.
-
-        If the session writes a run log, kept layers run with hooks in one step.
-        """
+        """Whether hooks recorded saved tensors. For the run log, kept layers run with hooks in one step."""
         return self.way.is_offloaded or (self.way is Placement.KEEP and bool(self.saved))
 
 
@@ -187,10 +181,7 @@ def profile_of(
 
 
 def _clock(stalls: Sequence[tuple[float, float]]) -> Callable[[float], float]:
-    """Return a function that converts wall time to compute time.
-
-    Compute time is wall time without the waits for I/O.
-    """
+    """Return a function that converts wall time to compute time, which excludes waits for I/O."""
     begins = [began for began, _ in stalls]
     waited = [0.0, *accumulate(ended - began for began, ended in stalls)]
 
@@ -205,7 +196,7 @@ def _clock(stalls: Sequence[tuple[float, float]]) -> Callable[[float], float]:
 def _intervals(times: StepTimes) -> list[tuple[tuple[float, float], tuple[float, float]]]:
     """Return the forward and backward intervals of each layer run, in compute time.
 
-    A backward ends when the next layer run starts, or at the end of the backward pass.
+    The backward of a layer ends when the next layer run starts, or at the end of the backward pass.
     """
     clock = _clock(times.stalls)
     begins = [began for scope in times.scopes for began in (scope.forward_began, scope.backward_began)]
@@ -222,8 +213,8 @@ def _intervals(times: StepTimes) -> list[tuple[tuple[float, float], tuple[float,
 def _slots(runs: Sequence[_Run], began: float, most_gradients: int | None) -> tuple[tuple[Slot, ...], float]:
     """Return the forwards and backwards of layers (slots) in order, and the end time of the last slot.
 
-    The gradient bytes of a slot are the larger of two counts: at the start of the slot, and at the start of
-    the next slot. If gradients were not counted, the gradient bytes are 0.
+    Gradients are counted only at the start of slots. Each slot therefore gets the larger count of its own
+    start and the next slot's start.
     """
     intervals = [(run.forward, run, False) for run in runs] + [(run.backward, run, True) for run in runs]
     intervals.sort(key=lambda interval: interval[0][0])
@@ -242,10 +233,7 @@ def _slots(runs: Sequence[_Run], began: float, most_gradients: int | None) -> tu
 
 
 def _with_skipped(slots: Sequence[Slot], layers: set[int]) -> tuple[Slot, ...]:
-    """Return the slots of a step, with additional slots for each of ``layers`` that did not run.
-
-    Each additional slot is next to a slot of a neighbouring layer.
-    """
+    """Return the slots of a step, with additional slots for each of ``layers`` that did not run."""
     found = list(slots)
     for missing in sorted(layers - {slot.layer for slot in slots}):
         for micro_batch, backward in sorted({slot[1:3] for slot in slots}):
@@ -285,10 +273,9 @@ def _kinds(
     count: int,
     before: StepProfile | None,
 ) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
-    """Return the layer kinds, and the kind of each layer.
+    """Return the layer kinds, and the index of each layer's kind.
 
-    Both results are empty if hooks have recorded no layer in any step. A layer that ran without hooks keeps
-    the kind from earlier steps. If there are no earlier steps, the layer gets the most frequent kind.
+    A layer that ran without hooks keeps the kind from earlier steps, or gets the most frequent kind.
     """
     groups: dict[_Size, list[_Run]] = {}
     sizes: dict[int, _Size] = {}
@@ -321,7 +308,6 @@ def _by_scope(activations: Sequence[ActivationTrace]) -> defaultdict[object, lis
 
 
 def _alike(size: _Size, sizes: Iterable[_Size]) -> _Size:
-    """Return the first of ``sizes`` that is similar to ``size``, or ``size`` if no size is similar."""
     for other in sizes:
         if other[0] == size[0] and abs(other[1] - size[1]) <= ALIKE * max(other[1], size[1]):
             return other
@@ -331,7 +317,6 @@ def _alike(size: _Size, sizes: Iterable[_Size]) -> _Size:
 def _kind(
     runs: Sequence[_Run], clock: Callable[[float], float], small: int, before: StepProfile | None
 ) -> LayerKind:
-    """Return the kind of similar layers, with the largest sizes and the median times of their runs."""
     columns = list(zip(*(run.saved for run in runs), strict=True))
     old = UNKNOWN if before is None else before.kind_of(runs[0].layer)
     known = old.activations if len(old.activations) == len(columns) else [None] * len(columns)
@@ -381,8 +366,8 @@ def _fraction(when: float, interval: tuple[float, float]) -> float:
 def with_beside(profile: StepProfile, seen: SeenBeside, placements: Sequence[Placement]) -> StepProfile:
     """Return the profile with the measured memory other than activations, for each kind of layer.
 
-    A measurement includes the bytes that the running layer keeps or recomputes. The simulator adds these
-    bytes itself, so this function subtracts the bytes from the measurement.
+    A measurement includes the bytes that the running layer keeps or recomputes. This function subtracts these
+    bytes, because the simulator adds them itself.
     """
     found: dict[int, Beside] = {}
     for layer, (way, beside) in enumerate(zip(placements, seen.layers, strict=True)):
@@ -391,7 +376,7 @@ def with_beside(profile: StepProfile, seen: SeenBeside, placements: Sequence[Pla
             own = layer_under(profile, number, way)
             again = own.again or max((saved.nbytes for saved in own.rebuilt), default=0)
             look = Beside(*(max(a - b, 0) for a, b in zip(beside, (own.left, again, again), strict=True)))
-            # If all activations are in memory at the same time, other memory is smaller.
+            # With all activations in memory, other memory at the peak is smaller.
             if computed_as(way).is_offloaded:
                 look = look._replace(whole=min(look.whole, look.backward))
             found[number] = look.at_least(found.get(number, Beside()))
@@ -410,9 +395,8 @@ class Rates:
 
     Attributes:
         floor: Write and read rates that a probe of the store measured, in bytes per second; ``None`` without
-            a probe. These rates are lower bounds until steps have transferred :data:`EVIDENCE` bytes. If the
-            store has drives and host memory, the rates apply to drives or to host memory, whichever takes
-            writes first.
+            a probe. These rates are lower bounds until steps have transferred :data:`EVIDENCE` bytes. The
+            rates apply to the tier (drives or host memory) that takes writes first.
     """
 
     def __init__(self) -> None:
@@ -428,8 +412,8 @@ class Rates:
     def note(self, loads: Sequence[DriveLoad], *, fell_back: bool) -> None:
         """Add the transfers of a step.
 
-        Pass ``fell_back=True`` if the store was full, failed or was too slow, so that activations stayed in
-        memory. Pass ``fell_back=True`` also if the policy keeps all layers.
+        Pass ``fell_back=True`` if activations stayed in memory because the store was full, failed or was too
+        slow. Pass ``fell_back=True`` also if the policy keeps all layers.
         """
         self._fell_back |= fell_back
         self._order = [load.tier for load in loads]
@@ -454,8 +438,6 @@ class Rates:
 
 
 class _TierRates:
-    """Rates of drives, or of host memory."""
-
     def __init__(self) -> None:
         self._steps: tuple[deque[tuple[float, float]], ...] = deque(maxlen=3), deque(maxlen=3)
         self._moved = [0, 0]
@@ -484,7 +466,7 @@ class _TierRates:
 
 
 class Sizes:
-    """Sizes of a session's steps. Plans are made for the largest step.
+    """Sizes of a session's steps. The controller makes plans for the largest step.
 
     A step is larger than the earlier steps in three cases: more layers run, an input of a layer has a larger
     dimension, or more runs of a layer wait for backward.
@@ -517,10 +499,7 @@ class Sizes:
         return not self._has_grown
 
     def end_step(self) -> bool:
-        """Return True if the step was larger than planned.
-
-        The planned size then grows to the size of this step.
-        """
+        """Return True if the step was larger than planned. The planned size then grows to this size."""
         seen = set().union(*self._seen.values())
         planned = set().union(*(self._planned.get(layer, set()) for layer in self._seen))
         self.is_largest = self._has_grown or (

@@ -1,7 +1,7 @@
 """Data classes of the planner: step profiles, rates, limits, plans and predictions.
 
-:mod:`tba_offload.planner.measure` computes a step profile from the trace of a step. The simulator needs no
-other description of the step. The profile holds no tensors and is written to the run log as JSON.
+:mod:`tba_offload.planner.measure` computes a step profile from the trace of a step. A step profile holds no
+tensors, and is written to the run log as JSON.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ LEAST_RECOMPUTED = 0.5
 as noise."""
 
 HOOK_SECONDS = 10e-6
-"""Seconds that the training thread needs at least to save or to restore one offloaded activation.
-
-This value is an assumption of the planner.
-"""
+"""Assumed seconds of the training thread to save or to restore one offloaded activation."""
 
 
 # ---- the profile of a step ------------------------------------------------------------------------
@@ -64,8 +61,7 @@ class Beside(NamedTuple):
         forward: Bytes from the start of the layer's forward to the start of the next layer's forward.
         backward: Bytes during the layer's backward, if saved activations are read back one after another.
         whole: Bytes during the layer's backward, if all saved activations are in memory from the start.
-            This field may be smaller than the field ``backward``, because activations are freed before the
-            peak.
+            ``whole`` may be smaller than ``backward``, because activations are freed before the peak.
     """
 
     forward: int = 0
@@ -199,10 +195,10 @@ class StepProfile:
         return replace(self, slots=slots)
 
     def timing(self, layer: int, placement: Placement) -> Timing:
-        """Return the seconds of one run of a layer under a placement.
+        """Return the seconds of one run of a layer under a placement, measured or estimated.
 
-        If the times of the placement were not measured, return an estimate. Two rules correct noisy
-        measurements: keeping takes no longer than offloading, and recomputation adds at least half a forward.
+        Two rules correct noisy measurements: keeping takes no longer than offloading, and recomputation adds
+        at least half a forward.
         """
         number, kind, way = self.layers[layer], self.kind_of(layer), computed_as(placement)
         offloaded, kept = self._measured(number, Placement.OFFLOAD), self._measured(number, Placement.KEEP)
@@ -233,7 +229,6 @@ class StepProfile:
         return all(self._measured(kind, computed_as(placement)) is not None for kind in kinds)
 
     def _measured(self, kind: int, placement: Placement) -> Timing | None:
-        """Return the measured times of a kind, or the scaled times of another kind; else ``None``."""
         own = self.timings[kind]
         if placement in own:
             return median_of(own[placement])
@@ -290,7 +285,7 @@ class Bandwidth:
 
 @dataclass(frozen=True, slots=True)
 class DeviceShare:
-    """Memory of a device, and the parts of this memory that activations cannot use.
+    """Memory of a device, and how much of this memory activations cannot use.
 
     Attributes:
         device_bytes: Largest number of bytes that may be allocated on the device.
@@ -304,10 +299,7 @@ class DeviceShare:
 
     @property
     def left(self) -> int:
-        """Bytes of the device that are left for activations.
-
-        A negative number means that the device is too small even without activations.
-        """
+        """Bytes that the device has left for activations; negative if other data exceeds the device."""
         return self.device_bytes - self.base_bytes - self.gradient_bytes
 
     @property
@@ -323,17 +315,16 @@ class DeviceShare:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits that a plan must keep. A limit of ``None`` means no limit.
+    """Limits that a plan must keep. ``None`` means no limit.
 
     Attributes:
         budget: Largest activation peak in bytes.
         window: Largest number of bytes in flight.
         written_per_day: Largest number of bytes written to the drives per day.
         device: Device memory from which the budget was derived; ``None`` if the policy sets the budget.
-        nets_gradients: Whether activations may use memory that gradients need later. A budget that is derived
-            from a device leaves room for all gradients. Backward creates most gradients after activations are
-            freed.
-        is_fit: Whether the policy sets no limit, so that the free memory of the device is the limit.
+        nets_gradients: Whether activations may use the memory that the budget reserves for later gradients.
+            Backward creates most gradients after activations are freed.
+        is_fit: Whether the free memory of the device is the limit, because the policy sets no limit.
     """
 
     budget: int | None = None
@@ -345,8 +336,8 @@ class Limits:
 
     def on_device(self, device: DeviceShare) -> Limits:
         """Return these limits, reduced to the memory that ``device`` leaves for activations."""
-        # If the user set a budget, this budget limits activations alone. Otherwise activations may use the
-        # memory of later gradients.
+        # A budget of the user limits activations alone. Otherwise activations may use the memory of later
+        # gradients.
         nets = self.nets_gradients or self.budget is None
         budget, window = (
             device.budget if limit is None else min(limit, device.budget)
@@ -373,16 +364,16 @@ class Prediction:
     Attributes:
         seconds: Duration of the step.
         stall_seconds: Seconds in which compute waits for I/O.
-        peak_bytes: Largest use of the budget in bytes, including the headroom and memory other than
-            activations. Activations in memory that is reserved for later gradients are not counted.
+        peak_bytes: Largest use of the budget in bytes: memory in use and the headroom, minus the memory
+            reserved for later gradients.
         written_bytes: Bytes written to drives.
-        activation_peak: Largest use of memory in bytes, including the headroom and memory other than
-            activations.
-        held_bytes: Largest use of the budget in bytes, without bytes in flight.
+        activation_peak: Largest use of memory in bytes by activations, by other memory in use, and by the
+            headroom.
+        held_bytes: ``peak_bytes`` without bytes in flight.
         forwarded_bytes: Bytes of offloaded layers that backward found in memory.
         sent_bytes: Upper bound of ``written_bytes``: the bytes written if backward finds no offloaded bytes
             in memory.
-        host_bytes: Bytes written to host memory, if host memory is used in addition to drives.
+        host_bytes: Bytes written to host memory, if the store uses both host memory and drives.
     """
 
     seconds: float

@@ -1,4 +1,4 @@
-"""Classes that apply plans, derive the memory for activations, and choose which other data is offloaded."""
+"""Classes that apply plans, compute the memory for activations, and choose which other data is offloaded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Planning:
     Args:
         plan: The plan of the policy.
         layers: For each layer, the number of the layer in activation keys.
-        capture: The capture hooks. When the placement of a layer changes, the hooks must forget which saved
+        capture: The capture hooks. When the placement of a layer changes, the hooks forget which saved
             tensors of the layer stay in memory.
         offloader: The offloader, which gets the in-flight window of each plan.
         probe: Function that measures the store before the first plan, and returns the write and read rates in
@@ -65,13 +65,13 @@ class Planning:
         self.plan = self.plan if controller is None else controller.task.first()
         policy = () if controller is None else controller.task.policy
         self.chosen = frozenset(index for index, wanted in enumerate(policy) if wanted is Placement.AUTO)
-        self._outgrown: Plan | None = None  # plan at the start of this step, if the step outgrew it
+        self._outgrown: Plan | None = None  # plan at the start of this step, if replaced during the step
         self._made_for = self._budget  # budget for which the current plan was made
         self._offloader.resize_window(self.plan.window)
 
     @property
     def has_budget(self) -> bool:
-        """Whether a budget limits the plans. With a budget, the controller measures the size of each step."""
+        """Whether a budget limits the plans, so that the controller measures the size of each step."""
         return self.controller is not None and self.controller.task.has_budget
 
     @property
@@ -89,10 +89,7 @@ class Planning:
         return self.controller is not None and self.controller.wants_memory
 
     def begin_step(self) -> None:
-        """Begin a step.
-
-        If the last step failed after its plan was replaced, use the plan from before the replacement.
-        """
+        """Begin a step. If the last step failed after its plan was replaced, use the replaced plan again."""
         if self.controller is not None:
             self.controller.sizes.begin_step()
         if self._outgrown is not None:
@@ -132,8 +129,7 @@ class Planning:
         if controller is None:
             return None
         if controller.steps == 0 and controller.task.decides:
-            # Three small steps are not enough to measure rates. If the store is full or hangs, training
-            # raises that error later.
+            # Three small steps are not enough to measure rates. Training itself raises errors of the store.
             with suppress(StoreError, TimeoutError):
                 controller.rates.floor = self._probe()
         plan = controller.observe(seen)
@@ -158,11 +154,8 @@ class Planning:
 
 
 SECOND = 2
-"""Number of the first step whose gradients are counted.
-
-In the first step, the optimizer cannot free gradients during the last backward pass, because the number of
-backward passes is unknown.
-"""
+"""Number of the first step whose gradients are counted. In the first step, the optimizer cannot free
+gradients during the last backward pass, because the number of backward passes is unknown."""
 
 
 class Budget:
@@ -175,10 +168,9 @@ class Budget:
 
     Attributes:
         limits: The current limits.
-        device_bytes: Limit of the policy for all bytes on the device, from which the limits of each step are
-            computed; ``None`` without this limit.
-        share: Device memory, and the parts of this memory that activations cannot use; ``None`` until
-            measured. Optimizer states and frozen weights that could be offloaded are not counted.
+        device_bytes: The policy's limit for all bytes on the device; ``None`` without this limit.
+        share: Device memory, and how much of this memory activations cannot use; ``None`` until measured.
+            Optimizer states and frozen weights that could be offloaded are not counted.
         extra_bytes: Function that returns the bytes on the device that could be offloaded: optimizer states
             and frozen weights.
     """
@@ -217,7 +209,7 @@ class Budget:
     def of_activations(self) -> int | None:
         """Largest number of bytes that activations may use now; ``None`` for no limit.
 
-        Activations may use the memory of gradients that do not exist yet.
+        Activations may use the memory that is reserved for later gradients.
         """
         budget = self.limits.budget
         if budget is None or not self.limits.nets_gradients:
@@ -254,11 +246,11 @@ class Budget:
 
 
 class Swappable(Protocol):
-    """Optimizer states or frozen weights, divided into parts that are offloaded or stay on the device.
+    """Optimizer states or frozen weights, divided into slices that are offloaded or stay on the device.
 
     Attributes:
-        what: Name of the parts in messages.
-        slots: Number of offloaded parts that are on the device at the same time during use.
+        what: Name of the slices in messages.
+        slots: Number of offloaded slices that are on the device at the same time during use.
     """
 
     what: str
@@ -266,21 +258,21 @@ class Swappable(Protocol):
 
     @property
     def sizes(self) -> Sequence[int]:
-        """Bytes of each part, in the order in which :meth:`arrange` offloads the parts."""
+        """Bytes of each slice, in the order in which :meth:`arrange` offloads the slices."""
 
     @property
     def device_bytes(self) -> int:
         """Bytes that these optimizer states or frozen weights use on the device."""
 
     def arrange(self, offloaded: int) -> None:
-        """Offload the first ``offloaded`` parts from now on, and keep the other parts on the device."""
+        """Offload the first ``offloaded`` slices from now on, and keep all later slices on the device."""
 
 
 class ResidentData:
     """Choice of the optimizer states and frozen weights that stay on the device during training.
 
-    Before the first plan, all states and weights are offloaded. After each step under a plan, the class keeps
-    as many states and weights on the device as the remaining memory allows.
+    Until the first plan, all states and weights are offloaded. After each step under a plan, states and
+    weights stay on the device as far as the remaining memory allows.
 
     Args:
         planning: The plan in use.
@@ -341,7 +333,7 @@ class ResidentData:
         shares = (
             f"{part} of {len(each.sizes)} {each.what}" for each, part in zip(self._data, parts, strict=True)
         )
-        line = f"{', '.join(shares)} are offloaded, the others stay in memory"
+        line = f"{', '.join(shares)} are offloaded. The rest stays in memory"
         self._chosen(line, {"step": record.step, "parts": count, "offloaded": sum(parts)})
 
     def close(self) -> None:
@@ -350,6 +342,5 @@ class ResidentData:
 
 
 def _on_device(data: Swappable, offloaded: int) -> int:
-    """Return the bytes on the device if the first ``offloaded`` parts are offloaded."""
     slots = sorted(data.sizes[:offloaded], reverse=True)[: data.slots]
     return sum(data.sizes[offloaded:]) + sum(slots)

@@ -1,9 +1,9 @@
 """Simulator that computes the time and the memory of a step under a plan.
 
-The simulator follows the rules of :mod:`tba_offload.planner.window`, like the offloader. Activations are
-written in the order of saving. The activations saved last are not written until the window is full. Backward
-prefetches activations. Layers run one after another, and wait when the window is full. Drives have one queue
-of reads and one queue of writes, with constant rates. Host memory has two queues of its own.
+Like the offloader, the simulator follows the rules of :mod:`tba_offload.planner.window`. Activations are
+written in the order of saving. Backward prefetches activations. Layers run one after another, and wait when
+the in-flight window is full. Drives have one queue of reads and one queue of writes, with constant rates.
+Host memory has two queues of its own.
 """
 
 from __future__ import annotations
@@ -53,15 +53,13 @@ class _Item:
     def __init__(self, nbytes: int, until: float) -> None:
         self.nbytes, self.until = nbytes, until
         self.blocks = -(-nbytes // BLOCK) * BLOCK  # bytes that the activation uses in the store
-        self.in_memory = self.waits = True  # its write is not submitted yet
-        self.stays = False  # whether it stays in memory because the store is full
+        self.in_memory = self.waits = True  # `waits`: the write is not submitted yet
+        self.stays = False  # whether the activation stays in memory because the store is full
         self.written = self.arrives = INFINITY
         self.tier: _Tier
 
 
 class _Tier(Tier):
-    """Simulated drives or host memory, with free room, a queue of writes and a queue of reads."""
-
     __slots__ = ("least_room", "read_rate", "reader_free", "room", "writing", "written")
 
     def __init__(self, rates: Bandwidth) -> None:
@@ -104,7 +102,7 @@ def layer_under(profile: StepProfile, number: int, placement: Placement) -> Laye
     sizes, timing = [saved.nbytes for saved in kind.activations], profile.timing(layer, way)
     in_memory = staying(sizes, way.percent)
     stays = sum(sizes[number] for number in in_memory)
-    if stays:  # only a part is offloaded, so the extra time of offloading is smaller
+    if stays:  # fewer bytes are offloaded, so offloading takes less extra time
         kept, share = profile.timing(layer, Placement.KEEP), stays / kind.nbytes
         timing = Timing(*(max(a - share * (a - b), b) for a, b in zip(timing, kept, strict=True)))
     beside = kind.beside or Beside()
@@ -127,8 +125,6 @@ def layer_under(profile: StepProfile, number: int, placement: Placement) -> Laye
 
 
 class _Step:
-    """Clock, memory and transfers of a simulated step."""
-
     def __init__(self, profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> None:
         placed = list(zip(profile.layers, plan.placements, strict=True))
         alike = {key: layer_under(profile, *key) for key in set(placed)}
@@ -161,7 +157,6 @@ class _Step:
         self._saved: dict[Scope, list[_Item]] = {}
 
     def _most_saved(self, profile: StepProfile) -> int:
-        """Return the largest number of bytes that are offloaded at one time."""
         nbytes = [sum(each.nbytes for each, stays in layer.saves if not stays) for layer in self._layers]
         saved = (nbytes[slot.layer] * (-1 if slot.backward else 1) for slot in profile.slots)
         return max(accumulate(saved), default=0)
@@ -214,8 +209,7 @@ class _Step:
         self._hold(layer.after)
         if layer.way.offloads:
             self._saved[scope] = sorted(items, key=lambda item: item.until)
-            # With several micro-batches, the order has later scopes that are not saved yet. Move the read
-            # position back to this scope.
+            # With several micro-batches, the read position may have passed this scope before it was saved.
             self._next = min(self._next, self._position[scope])
             if not self._window.held_back:
                 self._flush(0)
@@ -247,7 +241,6 @@ class _Step:
     # ---- memory and time -------------------------------------------------------------------------
 
     def _hold(self, nbytes: int) -> None:
-        """Count bytes that are in memory but not in flight."""
         self._settle()
         self._settled += nbytes
         self._note()
@@ -289,7 +282,6 @@ class _Step:
         return item
 
     def _flush(self, held_back: int) -> None:
-        """Submit all pending writes except the last ``held_back`` bytes."""
         while self._pending and not (held_back and self._pending_bytes <= held_back):
             item = self._pending.popleft()
             self._pending_bytes -= item.nbytes
@@ -314,17 +306,13 @@ class _Step:
             tier.written += item.nbytes
 
     def _tier_for(self, item: _Item, host: _Tier) -> _Tier:
-        """Return the tier (drives or host memory) that takes a write.
-
-        If the returned tier has no room for the write, both tiers are full.
-        """
+        """Return the tier (drives or host memory) that takes a write; one without room if both are full."""
         drives = self._drives
         wants_host = is_for_host(host, drives, self._window.spills_above, self._share)
         tier, other = (host, drives) if wants_host else (drives, host)
         return tier if item.blocks <= tier.room else other
 
     def _settle(self) -> None:
-        """Free the memory of all activations whose writes have ended."""
         if self._next_written > self._now:
             return
         self._next_written = INFINITY
@@ -339,7 +327,6 @@ class _Step:
                 self._next_written = min(self._next_written, tier.writing[0].written)
 
     def _take_back(self, item: _Item) -> None:
-        """Cancel a write that was not submitted yet."""
         if item.waits:
             item.waits = False
             self._pending.remove(item)
@@ -348,7 +335,6 @@ class _Step:
     # ---- reading ---------------------------------------------------------------------------------
 
     def _use(self, item: _Item) -> None:
-        """Wait for an activation that backward needs, and keep the activation in memory."""
         self._settle()
         if item.stays:
             return
@@ -376,12 +362,11 @@ class _Step:
         tier.reader_free = item.arrives = begin + item.nbytes / tier.read_rate
 
     def _fill_window(self) -> None:
-        """Read the next activations for backward until the window is full."""
         self._settle()
         if self._in_flight > self._window.fills_below:
             return
         while self._next < len(self._order):
-            across = self._pass_of[self._next] > self._pass  # a forward pass runs before backward uses it
+            across = self._pass_of[self._next] > self._pass
             for item in self._saved.get(self._order[self._next], ()):
                 if item.in_memory:
                     if across:

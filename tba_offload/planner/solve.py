@@ -1,13 +1,12 @@
 """Solver that simulates candidate plans and returns the best plan.
 
-A candidate keeps the last layers, because backward needs the last layers first. Some other layers get a
-placement that spares the drive: these layers are recomputed or partly rebuilt. The sparing layers are spread
-evenly, so that each sparing layer gives the drive time to transfer another layer. All other layers are
-offloaded. The search tries the number of kept layers and the number of sparing layers on a grid, then on
-finer grids. Each candidate gets the largest in-flight window with which the peak stays within the budget.
-This peak assumes that the window is full when the use of other memory is highest.
+A candidate keeps the last layers, because backward needs the last layers first. Some of the other layers are
+recomputed or partly rebuilt (*sparing* layers). These layers are spread evenly, because each gives the drive
+time to transfer another layer. All remaining layers are offloaded. The search tries numbers of kept and of
+sparing layers on a grid, then on finer grids. Each candidate gets the largest in-flight window with which the
+peak stays within the budget. This peak assumes a full window at the time of the highest other memory use.
 
-The search is deterministic: equal inputs give equal plans.
+Equal inputs give equal plans.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ UNMEASURED = 0.05
 """Fraction of the budget that a plan leaves free until a similar step is measured."""
 
 FULLER = 1.1
-"""Factor by which the size of a full window is multiplied, because predictions are less certain if more bytes
-are in flight."""
+"""Factor on the size of a full in-flight window, because predictions with more bytes in flight are less
+certain."""
 
 NO_WAIT, NO_SLOWER = 0.01, 0.02
 """For the objective ``memory``: the largest accepted wait and slowdown, as fractions of a step."""
@@ -63,13 +62,13 @@ class Case:
     """Input of the solver.
 
     Attributes:
-        profile: The step.
+        profile: Profile of the step.
         bandwidth: Rates of the store.
         limits: Limits that the plan must keep.
         policy: Placement of each layer in the policy. The solver chooses placements for ``auto`` layers.
         objective: Goal of the solver: shortest step, or lowest peak without a longer step.
         not_recomputed: ``auto`` layers that must not be recomputed.
-        highest: Further limit: the largest activation peak in bytes that a plan may have.
+        highest: Largest activation peak in bytes that a plan may have, in addition to ``limits``.
     """
 
     profile: StepProfile
@@ -97,7 +96,7 @@ class Case:
 
     @cached_property
     def sparing(self) -> list[Placement]:
-        """Placements that spare the drive and that at least one ``auto`` layer may have."""
+        """Placements of :data:`WAYS` that at least one ``auto`` layer may have."""
         free = [layer for layer, wanted in enumerate(self.policy) if wanted is Placement.AUTO]
         return [way for way in WAYS if any(self.allows(layer, way) for layer in free)]
 
@@ -154,10 +153,7 @@ class Case:
 
 
 def solve(case: Case) -> Plan:
-    """Return the best plan found, with its prediction.
-
-    If no plan stays within the limits, return the plan that exceeds the limits least.
-    """
+    """Return the best plan found, with its prediction, or else the plan that exceeds the limits least."""
     found = _Search(replace(case, profile=coarse(case.profile))).best()
     plan = case.predicted(found)
     if case.fits(found) or found.window is None:
@@ -174,8 +170,7 @@ def best_plain(case: Case, other: Plan, *, recomputes: bool) -> Plan | None:
     Args:
         case: Input of the solver.
         other: Plan that is excluded.
-        recomputes: Whether to prefer plans that recompute layers, if at least one of them stays within the
-            limits.
+        recomputes: Whether to prefer plans that recompute layers.
     """
     search = _Search(replace(case, profile=coarse(case.profile)))
     again = [way for way in case.sparing if way.recomputes and recomputes]
@@ -189,8 +184,6 @@ def best_plain(case: Case, other: Plan, *, recomputes: bool) -> Plan | None:
 
 
 class _Search:
-    """Search for the best plan, with a record of all simulated plans."""
-
     def __init__(self, case: Case) -> None:
         self._case = case
         self._found: dict[Plan, tuple[Score, Prediction]] = {}
@@ -199,7 +192,6 @@ class _Search:
         self._most_plays = max(min(MOST_PLAYS, MOST_PLAYED // max(items, 1)), LEAST_PLAYS)
 
     def played(self, plan: Plan) -> tuple[Score, Prediction]:
-        """Return the score and the prediction of a plan. Each plan is simulated once."""
         if plan not in self._found:
             found = self._case.played(plan)
             self._found[plan] = self._case.score(plan, found), found
@@ -214,7 +206,7 @@ class _Search:
             if not over or not any(way.offloads for way in placements):
                 break
             highest = self._case.highest - self._case.profile.gradient_bytes
-            # Bytes in flight fill the remaining room.
+
             room = min(self._case.full_planned, highest) - found.held_bytes
             window = min(room / FULLER, found.peak_bytes if plan.window is None else plan.window)
             smaller = Plan(placements, window=max(int(window), least, 1))
@@ -223,14 +215,12 @@ class _Search:
         return plan
 
     def plain(self, way: Placement) -> Plan:
-        """Return the plan that keeps as many last layers as possible, with ``way`` for all other layers."""
         order = self._free[::-1]
         plans = [self._spread(order, kept, len(order) - kept, way, way) for kept in range(len(order) + 1)]
         fitting = bisect.bisect(plans, 0.0, key=lambda placements: self._try(placements)[0])
         return self.fitted(plans[max(fitting - 1, 0)])
 
     def best(self) -> Plan:
-        """Return the best candidate."""
         others = min((OFFLOAD, REMAT), key=lambda way: self._try(self._case.place(lambda _: way)))
         orders = [self._free[::-1]]
         if len(self._case.profile.kinds) > 1:  # which kind is kept first is more important than the position
@@ -250,10 +240,10 @@ class _Search:
     def _spread(
         self, order: Sequence[int], kept: int, sparing: int, way: Placement, others: Placement
     ) -> tuple[Placement, ...]:
-        """Keep the first ``kept`` layers of ``order``.
+        """Return placements that keep the first ``kept`` layers of ``order``.
 
-        Of the other layers, give ``sparing`` layers the placement ``way``, at even distances. All remaining
-        layers get the placement ``others``.
+        Of all other layers, ``sparing`` evenly spread layers get the placement ``way``. The rest gets
+        ``others``.
         """
         rest = sorted(order[kept:])
         chosen = dict.fromkeys(order[:kept], KEEP)
@@ -276,7 +266,7 @@ class _Search:
             points = {(a, b) for a, b in near if a >= 0 and b >= 0 and a + b <= count}
 
     def _shares(self) -> None:
-        """Try plans that keep the last layers, and offload a share of the bytes of all other layers."""
+        """Try plans that keep the last layers, and offload a percentage of the bytes of all other layers."""
         count = len(self._free)
         for percent in range(90, 0, -10):
             for kept in _grid(count, max(count // GRID, 1)):
@@ -322,7 +312,7 @@ def _with_few_micro_batches(profile: StepProfile) -> StepProfile:
 
 
 def _merged(activations: Sequence[Saved], most: int) -> tuple[Saved, ...]:
-    """Merge neighbouring activations, but never a rebuilt activation with another activation.
+    """Merge neighbouring activations, but never a rebuilt activation with an offloaded activation.
 
     A merged activation is saved when the last of its activations is saved, and used when the first is used.
     """

@@ -47,9 +47,9 @@ class Situation:
         profile: Profile of a step. The profile's headroom is the measured peak minus the simulated peak.
         bandwidth: Rates of the store.
         config: Policy of the run.
-        elsewhere: Layers of other processes, such as other pipeline stages, and their placements.
-        not_recomputed: Indices of the layers that must not be recomputed. A recomputation of these layers, or
-            of other layers of the same kind, gave other results.
+        elsewhere: Layers of other processes, for example of other pipeline stages, and their placements.
+        not_recomputed: Indices of the layers that must not be recomputed, because a recomputation of similar
+            layers gave other results.
         beside: Bytes on the device other than activations: live bytes before a step, and the largest number
             of gradient bytes at one time; ``None`` if not measured. Offloaded optimizer states are not
             counted, except sub-groups in use.
@@ -72,14 +72,14 @@ class Situation:
             bandwidth: Rates of the drives, which replace the measured rates.
 
         Raises:
-            RunLogError: The run log cannot be read, or has no plan. Several ranks have written a run log for
-                ``path``. The run measured no drive rates, and ``bandwidth`` is ``None``.
+            RunLogError: The run log cannot be read, has no plan, or has no drive rates although ``bandwidth``
+                is ``None``. Several ranks have written a run log for ``path``.
             ConfigError: The policy in the run log cannot be read.
         """
         first, *others = paths_of_ranks(path)
         if others:
             raise RunLogError(
-                f"{path}: the run has a log for each of {1 + len(others)} ranks. Pass one log: {first}"
+                f"{path}: {1 + len(others)} ranks wrote one log each. Pass the log of one rank: {first}"
             )
         log = read_run_log(path)
         log.events(PlanEvent)  # raises an error if a plan event is damaged
@@ -155,8 +155,8 @@ class Situation:
     def case(self, budget: int | None) -> Case:
         """Return the solver input for a budget in bytes, with all layers ``auto``.
 
-        Without a budget, the solver looks for the lowest peak at which training never waits for I/O. A step
-        may take no longer than with placement ``keep``.
+        Without a budget, the solver looks for the lowest peak with which training never waits for I/O, and
+        takes no longer than with placement ``keep``.
         """
         limits = Limits(budget, self.config.budget.window(), self.config.store.write_bytes_per_day)
         objective = Objective.MEMORY if budget is None else Objective.TIME
@@ -170,8 +170,8 @@ class Situation:
 
         Args:
             budget: Largest activation peak in bytes; ``None`` for no limit.
-            device_bytes: Memory of a device in bytes. The memory that is left for activations replaces
-                ``budget``.
+            device_bytes: Memory of a device in bytes. The memory that the device has left for activations
+                replaces ``budget``.
             rated: Rated writes (TBW) of all drives together, in bytes, if known.
         """
         alone = replace(self, profile=self.profile.without_gradients())
@@ -200,13 +200,12 @@ class Situation:
         if device is not None:
             yield f"{readable_size(device.budget)} are left for activations: {device}."
         if written := written_a_day(case, plan):
-            yield f"The plan {written}."
+            yield f"The plan writes {written}."
         if day := bytes_per_day(outcome.written_bytes, outcome.seconds):
             years = f": {rated / 1e12:g} TB in {significant(rated / day / 365)} years" if rated else ""
             yield f"Without pauses, training writes {significant(day / 1e12)} TB a day to the drives{years}."
 
     def _policy(self, plan: Plan, budget: int | None, device_bytes: int | None) -> OffloadConfig:
-        """Return the policy of the run, with the placements of a plan."""
         placed = [*zip(self.names, plan.placements, strict=True), *self.elsewhere]
         counts = Counter(placement for _, placement in placed)
         ((default, _),) = counts.most_common(1)
@@ -237,7 +236,6 @@ class Situation:
 
 
 def _planned(case: Case, plan: Plan) -> PlannedStep:
-    """Return the prediction of a plan, and whether the plan stays within the budget."""
     outcome, placements, budget = case.played(plan), plan.placements, case.limits.budget
     return PlannedStep(
         **dataclasses.asdict(outcome),
@@ -251,7 +249,7 @@ def _planned(case: Case, plan: Plan) -> PlannedStep:
 def stretched(profile: StepProfile, likes: Sequence[int]) -> StepProfile:
     """Return the profile of a step of a model with other layers.
 
-    The order of passes and the compute time outside of layers do not change.
+    The order of forward and backward passes, and the compute time outside layers, do not change.
 
     Args:
         profile: Profile of the measured step.
@@ -275,7 +273,8 @@ def _as_measured(
 ) -> StepProfile:
     """Return the profile with the headroom of the highest measured peak, if any peak was measured.
 
-    If layers are ``auto``, only steps after the last plan event count. Earlier steps had another plan.
+    If layers are ``auto``, only steps after the last plan event count, because earlier steps had another
+    plan.
     """
     is_fixed = Placement.AUTO not in event["policy"]
     steps = [step for step in log.steps if is_fixed or step.step > event.get("step", 0)] or log.steps
@@ -290,8 +289,7 @@ def _beside_activations(steps: Sequence[StepRecord], updates: Sequence[Any]) -> 
     """Return the largest live bytes before a step, and the largest bytes of gradients.
 
     The live bytes include the optimizer states that the step allocates. If states are offloaded, the live
-    bytes come from the last step and do not include states, because the number of states on the device may
-    change from step to step.
+    bytes of the last step are returned without the states on the device, whose number may change.
     """
     measured = [step for step in steps if step.base_bytes is not None]
     if updates and measured:
