@@ -1,8 +1,4 @@
-"""Find the layers of a model: blocks that run one after the other.
-
-:func:`find_layers` searches the model for layers. :func:`explicit_layers` takes the modules that the caller
-passes as layers.
-"""
+"""Search for the layers of a model: blocks that run one after the other."""
 
 from __future__ import annotations
 
@@ -24,8 +20,8 @@ Blocks = dict[str, nn.Module]
 """The blocks of a list, by their position in the list."""
 
 State = tuple[Callable[[], Any], Callable[[Any], object]]
-"""A function that reads a state, and a function that sets this state. A recomputed layer restores the state
-before its second run."""
+"""Functions that read a state and set this state. A recomputed layer restores the state before its second
+run."""
 
 
 class Switch(NamedTuple):
@@ -47,9 +43,9 @@ class Switch(NamedTuple):
 
 
 class SetAside:
-    """A placeholder for the value of a :class:`Switch`, while a session recomputes layers itself.
+    """Placeholder for the value of a :class:`Switch`, while a session recomputes layers itself.
 
-    The framework may call the placeholder as its checkpoint function. The placeholder then calls the layer.
+    If the framework calls the placeholder as its checkpoint function, the placeholder calls the layer.
 
     Attributes:
         value: The value that the program has set.
@@ -67,17 +63,14 @@ class SetAside:
 
 
 def value_of_switch(owner: object, attribute: str) -> Any:
-    """Return the value that the program has set for a switch; ``None`` without the attribute.
-
-    If a :class:`SetAside` replaces the value, return the replaced value.
-    """
+    """Return the value that the program has set for a switch; ``None`` without the attribute."""
     value = getattr(owner, attribute, None)
     return value.value if type(value) is SetAside else value
 
 
 LEAST_LEFT_OUT = 0.1
-"""A list of blocks that is not attached is reported if it has at least this fraction of the layers'
-parameters."""
+"""Smallest number of parameters, as a fraction of the layers' parameters, for which a list of blocks that is
+not attached is reported."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +126,10 @@ class LayerStack:
     Attributes:
         layers: The layers, in the order of their numbers.
         micro_batch: Function that takes a layer before its forward, and returns the number of the
-            micro-batch. If ``micro_batch`` is ``None``, the runs of each layer are counted instead.
-        states: Function that returns the framework's states, such as random generators, that are restored
-            before a layer is recomputed.
-        switches: Function that returns all :class:`Switch` objects that are on. The framework recomputes
-            the layers of these switches.
+            micro-batch. With ``None``, the runs of each layer are counted instead.
+        states: Function that returns the framework's states that are restored before a layer is recomputed,
+            such as random generators.
+        switches: Function that returns all :class:`Switch` objects whose layers the framework recomputes.
         checkpointed: Layers on other ranks that the framework recomputes.
         left_out: Lists of blocks that are not attached although they have many parameters. See
             :data:`LEAST_LEFT_OUT`.
@@ -176,7 +168,7 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
     """
     chunks = chunks_of(model)
     if not chunks:
-        raise UnsupportedError("there is no model to attach to: the list of model chunks is empty")
+        raise UnsupportedError("the list of model chunks is empty. Pass at least one model chunk")
     for search in (_lists, _only_blocks):
         found = [
             BlockList(name or type(part).__name__, chunk, members)
@@ -209,8 +201,7 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
 def explicit_layers(model: nn.Module | Sequence[nn.Module], modules: Sequence[nn.Module]) -> LayerStack:
     """Return the given modules as layers, numbered in the given order.
 
-    A module that is listed several times, because its weights are shared, is one layer that runs several
-    times.
+    A module that is listed several times is one layer that runs several times.
 
     Args:
         model: The model, or the chunks of an interleaved pipeline.
@@ -255,7 +246,6 @@ def check_disjoint(layers: Sequence[Layer]) -> None:
 
 
 def _counted(layers: Sequence[Layer]) -> tuple[Layer, ...]:
-    """Return each layer once, and add the total number of layers to the id of each layer."""
     first: dict[nn.Module, Layer] = {}
     for layer in layers:
         first.setdefault(layer.module, layer)
@@ -264,7 +254,6 @@ def _counted(layers: Sequence[Layer]) -> tuple[Layer, ...]:
 
 
 def _candidates(model: nn.Module) -> str:
-    """Return the names of at most four modules of the class with the most parameters, for a message."""
     kinds: defaultdict[type, dict[str, nn.Module]] = defaultdict(dict)
     for name, module in model.named_modules():
         if any(module.children()) and name and not isinstance(module, nn.ModuleList | nn.ModuleDict):
@@ -277,10 +266,6 @@ def _candidates(model: nn.Module) -> str:
 
 
 def _lists(model: nn.Module) -> Iterator[tuple[str, Blocks]]:
-    """Yield the name and blocks of each list with two or more blocks.
-
-    If a list contains stages, yield the blocks in the stages instead.
-    """
     for name, blocks in _outermost(model, least=2):
         yield name, _in_stages(blocks) or blocks
 
@@ -293,7 +278,6 @@ def _only_blocks(model: nn.Module) -> Iterator[tuple[str, Blocks]]:
 
 
 def _outermost(model: nn.Module, *, least: int) -> Iterator[tuple[str, Blocks]]:
-    """Yield the name and blocks of each outermost list with at least ``least`` blocks."""
     inside: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(outer) for outer in inside):
@@ -305,7 +289,6 @@ def _outermost(model: nn.Module, *, least: int) -> Iterator[tuple[str, Blocks]]:
 
 
 def _members(module: nn.Module) -> Blocks:
-    """Return the members of a list of modules by position; an empty dict for any other module."""
     if isinstance(module, nn.ModuleDict):
         return dict(module.items()) if all(key.isdecimal() for key in module) else {}
     if isinstance(module, nn.ModuleList | nn.Sequential):
@@ -316,8 +299,8 @@ def _members(module: nn.Module) -> Blocks:
 def _rows(members: Blocks) -> Blocks:
     """Return the blocks in a ``ModuleList`` of ``ModuleList``; return other members unchanged.
 
-    For example, in models of lucidrains, each inner ``ModuleList`` has an attention block and a feed-forward
-    block. The model calls these blocks itself. No module of these models is a whole layer.
+    In models of lucidrains, each inner ``ModuleList`` has an attention block and a feed-forward block. No
+    module of these models is a whole layer.
     """
     if len(members) < 2 or not all(type(row) is nn.ModuleList for row in members.values()):
         return members
@@ -332,11 +315,10 @@ def _rows(members: Blocks) -> Blocks:
 def _in_stages(stages: Blocks) -> Blocks:
     """Return the blocks inside the stages of a model; an empty dict if the modules are layers.
 
-    A stage, as in Swin, has most of its parameters in lists of blocks. A layer may contain lists of blocks
-    too. Stages differ from each other in width or depth, but the parameters of all layers have the same
-    shapes. Stages may also be lists of equal blocks, such as the block groups of OLMo. Experts are not
-    layers, because not all experts run. If a stage has a block outside its lists, such as downsampling, the
-    block is also a layer.
+    A stage has most of its parameters in lists of blocks, as in Swin. Stages differ from each other in width
+    or depth, but the parameters of all layers have the same shapes. Stages may also be lists of equal blocks,
+    such as the block groups of OLMo. Experts are not layers, because not all experts run. If a stage has a
+    block outside its lists, such as downsampling, the block is also a layer.
     """
     found: Blocks = {}
     listed: list[nn.Module] = []

@@ -28,9 +28,9 @@ class Found(NamedTuple):
         name: Name of the parameter in the model.
         tensors: The parameter. For a quantized weight, also the tensors with packed bytes and scales.
         groups: The tensors to offload. Each group contains the tensors of one storage.
-        slices: If the slices of the parameter are experts, the number of experts; otherwise 1.
-        expert: The expert that has the weight. If the slices of the parameter are experts, the module that
-            has the parameter. ``None`` if the weight belongs to no expert.
+        slices: Number of experts that are slices of the parameter; 1 without such experts.
+        expert: The expert that has the weight, or the module whose parameter has experts as slices. ``None``
+            if the weight belongs to no expert.
     """
 
     layer: int
@@ -51,8 +51,8 @@ def select(chunks: Modules, layers: Modules, at_least: int, device: torch.device
         device: Device of the weights to offload. Weights on other devices are not selected.
 
     Returns:
-        The selected weights. Also a text about frozen weights that stay in memory because of their class or
-        device. The text is empty if there are no such weights.
+        The selected weights, and a text about frozen weights that stay in memory because of their class or
+            device. The text may be empty.
     """
     owner = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
     experts = {module: expert for layer in layers for module, expert in experts_in(layer).items()}
@@ -116,9 +116,9 @@ def parts_of(tensor: Any, module: nn.Module | None = None) -> Tensors:
 def experts_in(layer: nn.Module) -> dict[nn.Module, nn.Module]:
     """Return a dictionary from each module inside an expert to the expert.
 
-    The modules of a ``ModuleList`` are experts if the list has two or more modules, all of the same class.
-    The weights of an expert are read when the expert runs. The results are therefore also right if the
-    modules of the list are not experts.
+    The modules of a ``ModuleList`` count as experts if the list has two or more modules, all of the same
+    class. If these modules are not experts, the results are still right, because the weights of each module
+    are read when it runs.
     """
     found: dict[nn.Module, nn.Module] = {}
     for each in layer.modules():

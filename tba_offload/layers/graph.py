@@ -32,7 +32,7 @@ def first_differentiable(output: object) -> torch.Tensor | None:
 def nearest_nodes(root: Node, count: int, *, after: int) -> list[Node]:
     """Return the nodes of an autograd graph that are nearest to the root, in breadth-first order.
 
-    ``AccumulateGrad`` nodes are left out. These nodes belong to parameters, and several steps may share them.
+    ``AccumulateGrad`` nodes are left out, because several steps may share them.
 
     Args:
         root: The first node.
@@ -63,7 +63,7 @@ def check_version(witness: torch.Tensor, version: int, what: object) -> None:
     """
     if witness._version != version:
         raise SavedTensorModifiedError(
-            f"a tensor that backward needs ({what}) was changed in place after it was saved: its version was "
+            f"a tensor that backward needs ({what}) was changed in place: the version of the tensor was "
             f"{version} and is now {witness._version}. Change a copy instead, or find the operation with "
             "torch.autograd.set_detect_anomaly(True)"
         )

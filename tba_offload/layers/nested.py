@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 MOST = 1_000
-"""Maximum number of objects that are searched in one value. Without a limit, a huge structure would delay a
+"""Maximum number of objects that are searched in one value, so that a huge structure does not delay a
 step."""
 
 DEPTH = 6
-"""Number of levels of nested objects that are searched. For example, a key-value cache has four levels: the
-cache, its list of layers, the lists of each layer, and the tensors."""
+"""Number of levels of nested objects that are searched. A key-value cache has four levels: the cache, its
+list of layers, the lists of each layer, and the tensors."""
 
 LEAVES = (
     *(str, bytes, int, float, complex, bool, type, types.ModuleType, types.FunctionType, types.MethodType),
     *(types.BuiltinFunctionType, torch.nn.Module, torch.dtype, torch.device, torch.Size),
 )
-"""Kinds of objects that are not searched."""
+"""Types of objects that are not searched."""
 
 
 class TooManyError(Exception):
@@ -34,7 +34,7 @@ class TooManyError(Exception):
 def modules_in(layer: torch.nn.Module) -> list[torch.nn.Module]:
     """Return a module and all its submodules, without duplicates and in a reproducible order.
 
-    This function is called in each run of a layer, and takes less than half the time of ``module.modules()``.
+    Each run of a layer calls this function, which takes less than half the time of ``module.modules()``.
     """
     found = {layer: None}
     waiting = [layer]
@@ -49,9 +49,8 @@ def modules_in(layer: torch.nn.Module) -> list[torch.nn.Module]:
 def parameters_in(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
     """Return the parameters of modules and of all their submodules, without duplicates.
 
-    This function is much faster than ``module.parameters()``. A step needs the list of parameters several
-    times, and adapters add thousands of small modules to a model. If a module overrides ``named_parameters``,
-    this function ignores the override.
+    This function is much faster than ``module.parameters()``, and ignores overrides of ``named_parameters``.
+    A step needs the list of parameters several times, and adapters add thousands of small modules to a model.
     """
     inner = (each for module in modules for each in modules_in(module))
     held = (parameter for each in inner for parameter in each._parameters.values() if parameter is not None)

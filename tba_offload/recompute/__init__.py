@@ -1,1 +1,1 @@
-"""Recomputation of layers: backward runs a layer again, and compares this second run with the first run."""
+"""Recomputation of layers in backward, and comparison of each recomputation with the first run."""

@@ -1,9 +1,8 @@
 """Arguments of a layer for its second run, in the state before the first run.
 
 ``torch.utils.checkpoint`` saves all tensors among the arguments, also tensors in lists, dicts and tuples.
-Saved-tensor hooks around the call may offload these tensors. Lists and dicts are copied, because other layers
-may change them. A key-value cache of transformers is replaced by an empty cache, because the layer must not
-append to the cache twice.
+Lists and dicts are copied, because other layers may change them. A key-value cache of transformers is
+replaced by an empty cache, because the layer must not append to the cache twice.
 """
 
 from __future__ import annotations
@@ -26,13 +25,11 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Place(NamedTuple):
-    """The index that replaces a tensor among the arguments."""
-
     number: int
 
 
 def take_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return ``value`` with an index in place of each tensor. Append each tensor to ``tensors``."""
+    """Return ``value`` with an index in place of each tensor, and append each tensor to ``tensors``."""
     # Autograd cannot save tensors that were created in inference mode.
     if isinstance(value, torch.Tensor) and not value.is_inference():
         tensors.append(value)
@@ -48,7 +45,6 @@ def put_together(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def _rebuilt(value: Any, change: Any) -> Any:
-    """Return a copy of a container, with ``change`` applied to each item. Return other values unchanged."""
     kind = type(value)
     if kind in (list, tuple):
         return kind(change(part) for part in value)
@@ -70,7 +66,6 @@ def is_cache(value: object) -> bool:
 
 
 def _emptied(cache: Any) -> Any:
-    """Return a copy of a key-value cache without keys and values."""
     new = _copied(cache)  # some models keep other states in the cache
     if hasattr(cache, "self_attention_cache"):  # a cache for an encoder and a decoder
         new.self_attention_cache = _emptied(cache.self_attention_cache)
@@ -81,13 +76,11 @@ def _emptied(cache: Any) -> Any:
 
 
 def _is_filled(layer: Any) -> bool:
-    """Return True if the cache of one layer has data. Each class of caches has its own flags for this."""
     flags = (flag for name, flag in vars(layer).items() if name.endswith("initialized"))
     return isinstance(layer, _Gone) or any(any(f.values()) if type(f) is dict else f for f in flags)
 
 
 def _copied(cache: Any) -> Any:
-    """Return a copy of a key-value cache, or of one layer of a cache, with its own lists and dicts."""
     new = copy.copy(cache)
     for name, value in vars(cache).items():
         if type(value) in (list, dict):
@@ -96,7 +89,7 @@ def _copied(cache: Any) -> Any:
 
 
 class _Gone:
-    """A placeholder for keys and values that another layer, or another forward, has put into the cache."""
+    """Placeholder for the keys and values of a cache that another layer, or another forward, has filled."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,16 +1,12 @@
 """Recomputation of a layer without its attention: the output of attention is saved and reused.
 
-The first run of the layer offloads the output of attention. The second run reads this output back.
+This module registers a function at the dispatch key ``BackendSelect`` for each operation of fused attention,
+because PyTorch registers nothing there. The first run of a layer offloads the output of attention. The second
+run reads the output back. Attention of other layers runs unchanged. A dispatch mode, as in PyTorch's
+selective checkpoint, would make some operations choose other kernels.
 
-Between autograd and a device's kernels, PyTorch's dispatcher handles the key ``BackendSelect``. For
-operations on tensors, PyTorch registers nothing at this key. This module registers a function at
-``BackendSelect`` for each operation of fused attention. The function checks whether the current thread runs a
-layer that reuses attention. Attention of other layers runs unchanged. PyTorch's own selective checkpoint uses
-a dispatch mode instead. With a dispatch mode, some operations would choose other kernels.
-
-The output of attention is not reused if attention draws random numbers. If the second run skipped these
-random numbers, later operations would draw other random numbers. The output is also not reused if none of the
-inputs of attention requires a gradient.
+The output is not reused if attention draws random numbers, because later operations would then draw other
+random numbers. The output is also not reused if no input of attention requires a gradient.
 """
 
 from __future__ import annotations
@@ -47,8 +43,7 @@ class AttentionOnce:
     Args:
         forward: Function that runs the layer.
         pack: Function that saves an output of attention, and returns a handle of the saved output.
-        unpack: Function that takes a handle and returns the saved output. Each recomputation of the layer
-            calls ``unpack`` again.
+        unpack: Function that takes a handle and returns the saved output.
 
     Attributes:
         nbytes: Bytes of the saved outputs.
@@ -72,8 +67,6 @@ class AttentionOnce:
             return self._forward(*args, **kwargs)
 
     def _take(self, pack: Callable[[Tensor], Any], operation: object, run: Callable[[], Any]) -> Any:
-        """Compute attention, and save its outputs."""
-
         def taken(output: Any) -> tuple[bool, Any]:
             if not isinstance(output, torch.Tensor):
                 return False, output
@@ -90,7 +83,6 @@ class AttentionOnce:
         return outputs
 
     def _give_back(self, calls: Iterator[Any], operation: object, run: Callable[[], Any]) -> Any:
-        """Return the saved outputs of attention from the first run."""
         before, outputs = next(calls, (None, []))
         if before is not operation:
             return run()  # the second run then saves other tensors, which the comparison finds
@@ -105,7 +97,6 @@ arguments are the operation, and a function that runs the original kernel."""
 
 @contextmanager
 def _attention_replaced(instead: Callable[[Any, Callable[[], Any]], Any] | None) -> Iterator[None]:
-    """Replace attention on this thread in the ``with`` block. ``None`` restores the original attention."""
     before, _thread.instead = getattr(_thread, "instead", None), instead
     try:
         yield
@@ -118,7 +109,6 @@ _registered: dict[str, Any] = {}
 
 
 def _register_all() -> None:
-    """Replace each operation in :data:`OPERATIONS` that is loaded and not replaced yet."""
     for name in OPERATIONS:
         if name not in _registered:
             namespace, word = name.split("::")

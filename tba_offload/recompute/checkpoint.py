@@ -1,11 +1,11 @@
 """Recomputation of a layer by ``torch.utils.checkpoint``, and a check that the second run equals the first.
 
-The first run of the layer is inside ``torch.utils.checkpoint``. Saved-tensor hooks compute a digest of the
-tensors that the layer saves. When backward needs the first saved tensor, the layer runs a second time, and
-the hooks compute a second digest. At the end of the second run, the two digests are compared (:mod:`verify`).
+Saved-tensor hooks compute a digest of the tensors that the layer saves in its first run. When backward needs
+the first saved tensor, the layer runs a second time, and the hooks compute a second digest. At the end of the
+second run, the two digests are compared (:mod:`verify`).
 
-A layer has one mode for each combination of training flags of its modules. In the first run in each mode, the
-state of the layer is compared before and after the run (:mod:`purity`).
+In the first run with each combination of training flags, the state of the layer is compared before and after
+the run (:mod:`purity`).
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
     from tba_offload.recompute.verify import Verifier
 
 _turn = threading.RLock()
-"""The lock that a thread holds while it recomputes a layer. A recomputation sets random generators that all
-threads share."""
+"""Lock that a thread holds while it recomputes a layer, because a recomputation sets random generators that
+all threads share."""
 
 
 class RecomputedLayer:
     """A layer whose forward can run again in backward.
 
     Args:
-        site: The :class:`~tba_offload.capture.site.Site` of the layer. The site may have a framework's own
-            checkpoint function. If this class cannot recompute the layer, that function runs the layer.
+        site: The :class:`~tba_offload.capture.site.Site` of the layer. If this class cannot recompute the
+            layer, the site's own checkpoint function, if any, runs the layer.
         verifier: Collects the results of comparisons.
         states: Function that returns states that a recomputation restores in addition to PyTorch's random
             generators.
@@ -99,7 +99,7 @@ class RecomputedLayer:
         output = torch_checkpoint.checkpoint(execution, *execution.tensors, **_SETTINGS)
         if execution.errors:  # no variable for the error, because its frames refer to this frame
             if "saved tensor hooks" in str(execution.errors[0]):
-                reason = f"its forward forbids saved-tensor hooks ({execution.errors[0]})"
+                reason = f"the layer's forward forbids saved-tensor hooks ({execution.errors[0]})"
                 execution.errors[0] = cannot(self.name, reason, UnsupportedError)
             if self.leave(execution.errors[0]):
                 execution.undo()
@@ -110,11 +110,11 @@ class RecomputedLayer:
     def leave(self, fault: BaseException) -> bool:
         """Leave the layer to the framework's checkpoint function, and return True.
 
-        Return False if the framework has no checkpoint function.
+        Return False if the framework has no checkpoint function, or if ``fault`` is neither an
+        ``UnsupportedError`` nor a ``RecomputationError``.
 
         Args:
-            fault: The error that shows why the layer cannot be recomputed. If ``fault`` is neither an
-                ``UnsupportedError`` nor a ``RecomputationError``, return False.
+            fault: The error that shows why the layer cannot be recomputed.
         """
         if self._site.checkpoint is None or not isinstance(fault, UnsupportedError | RecomputationError):
             return False
@@ -138,7 +138,7 @@ class RecomputedLayer:
         if self.has_failed or self.training in self.tried:
             return False
         if (reason := _why_never(self.module)) is None and has_hooks(self.module):
-            reason = "the program has added hooks to its forward, and these hooks would run twice"
+            reason = "the program has added hooks to the layer's forward, and these hooks would run twice"
         if reason is not None:
             self.judge(self.training, cannot(self.name, reason, UnsupportedError))
         return reason is None
@@ -169,8 +169,6 @@ class RecomputedLayer:
 class _Execution:
     """The first run of a layer, and its recomputation in backward.
 
-    The object keeps no saved tensor in memory.
-
     Args:
         layer: The layer.
         forward: Function that runs the layer.
@@ -178,8 +176,6 @@ class _Execution:
         part: Which eighth of the saved tensors is compared, from 0 to 7; ``None`` for all tensors.
 
     Attributes:
-        training: The training flags of the layer's modules.
-        tensors: The tensors among the arguments.
         errors: A list with the error of the first run; empty if the first run did not fail.
     """
 
@@ -204,11 +200,7 @@ class _Execution:
         self._is_left, self._is_early = False, part is None
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
-        """Run the layer.
-
-        The first call uses the program's own arguments. Later calls use ``inputs``, which the checkpoint has
-        saved.
-        """
+        """Run the layer, in the first call with the program's own arguments instead of ``inputs``."""
         hooks: Any = hooks_on_top()
         pack, unpack = hooks
         if not self._given:
@@ -236,14 +228,12 @@ class _Execution:
         return output
 
     def undo(self) -> None:
-        """Restore random generators and other states after the first run has failed."""
         torch.set_rng_state(self._generators[0])
         torch_checkpoint.set_device_states(*self._generators[1:])
         for (_, put), value in self._found.items():
             put(value)
 
     def _end_first_run(self) -> None:
-        """Compute the digests of the first run. If the training flags are new, also look for side effects."""
         layer, look, self._look = self._layer, self._look, None
         self._first.end()
         self._has_ended, layer.last_saved = True, self._first.last
@@ -269,7 +259,6 @@ class _Execution:
         return tensor
 
     def _again(self, inputs: Sequence[torch.Tensor], pack: Any, unpack: Any) -> Any:
-        """Run the layer a second time, with the state of its first run, and compare the saved tensors."""
         layer = self._layer
         args, kwargs = put_together(self._layout, inputs)
         if self._is_left:
@@ -287,11 +276,11 @@ class _Execution:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            cause = f"its second run fails ({type(error).__name__}: {error})"
+            cause = f"the layer's second run fails ({type(error).__name__}: {error})"
             raise cannot(layer.name, cause) from error
 
     def _compare_run(self, forward: Callable[[], object], pack: Any, unpack: Any) -> None:
-        """Run the layer inside saved-tensor hooks, and compare the saved tensors with those of the first run.
+        """Run the layer inside saved-tensor hooks, and compare its saved tensors with the first run's.
 
         When the layer has saved its last tensor, the checkpoint raises an exception that ends the run. If a
         kernel may still write to the last tensor, the exception is caught and forward runs to its end.
@@ -341,18 +330,15 @@ class _Ended(BaseException):
 
 
 def _hold_nothing(_: object) -> None:
-    """Drop a saved tensor. A trial uses this function as ``pack`` and ``unpack`` hook.
-
-    If a layer computes gradients in its forward, these gradients need the saved tensors, so the trial fails.
-    """
+    """Drop a saved tensor. If a layer needs the tensor for gradients in its forward, the trial fails."""
 
 
 class Trial(_Execution):
     """A test of whether a layer can be recomputed, in a step in which the layer is not recomputed.
 
     When backward reaches the layer, the trial runs the layer a second time and compares the two runs.
-    Backward does not use the tensors of the second run. The trial runs inside ``torch.utils.checkpoint``,
-    which restores the random generators and the autocast state of forward.
+    Backward does not use the tensors of the second run. ``torch.utils.checkpoint`` restores the random
+    generators and the autocast state of forward for the trial.
     """
 
     def __init__(self, layer: RecomputedLayer, forward: Callable[..., Any], given: Arguments) -> None:
@@ -375,7 +361,7 @@ class Trial(_Execution):
             self._first.add(tensor)
 
     def first_run_ended(self, output: Any) -> None:
-        """Start the second run when backward reaches ``output``, which the first run returned."""
+        """Start the second run when backward reaches ``output``, the output of the first run."""
         layer, training = self._layer, self.training
         number, self._number = self._number, None  # the graph of the output refers to this object
         with self._judged():
@@ -394,7 +380,6 @@ class Trial(_Execution):
 
     @contextmanager
     def _judged(self) -> Iterator[None]:
-        """Record any error in the ``with`` block as a failed trial, including errors of the layer's code."""
         try:
             yield
         except Exception as error:
@@ -405,8 +390,8 @@ class Trial(_Execution):
     def _note(self, differs: torch.Tensor) -> None:
         if differs.item():
             cause = (
-                f"{OTHER}. If its forward changes a counter or a global variable, this second run has "
-                "changed the variable once more than training without offloading does"
+                f"{OTHER}. If the layer's forward changes a counter or a global variable, this second run "
+                "has changed the variable once more than training without offloading does"
             )
             raise cannot(self._layer.name, cause)
 
@@ -416,16 +401,15 @@ _SETTINGS: Any = {"use_reentrant": False, "determinism_check": "none"}
 
 
 def _why_never(module: nn.Module) -> str | None:
-    """Return the reason why a layer can never be recomputed; ``None`` if there is no known reason."""
     for inner in module.modules():
         if issubclass(type(inner), torch.jit.ScriptModule):
-            return "it contains TorchScript, which compiles a first run differently from later runs"
+            return "the layer contains TorchScript, which compiles a first run differently from later runs"
         for parameter in inner._parameters.values():
             if hasattr(parameter, "ds_tensor"):
-                return "DeepSpeed ZeRO-3 gathers its weights only while each run uses them"
+                return "DeepSpeed ZeRO-3 gathers the layer's weights for each run only"
     for name in ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8"):  # newer, older
         if name in sys.modules and sys.modules[name].FP8GlobalStateManager.is_fp8_enabled():
-            return "each of its runs changes the scaling factors of FP8"
+            return "each run of the layer changes the scaling factors of FP8"
     return None
 
 
@@ -446,11 +430,10 @@ _FRAMEWORKS = frozenset({"torch", "megatron", "transformer_engine", "tba_offload
 
 
 def _static(module: nn.Module) -> dict[int, tuple[str, weakref.ref[torch.UntypedStorage]]]:
-    """Return the storages of parameters and large buffers. Their versions are compared, but not their bytes.
+    """Return the storages of parameters and large buffers. Only the versions of these are compared.
 
-    The returned dict maps the address of each storage to the name of the tensor and a weak reference to the
-    storage. Sharding frees storages, so another storage may get the same address. The weak reference shows
-    whether the storage is still the same.
+    The address of each storage maps to the name of the tensor and to a weak reference. The weak reference
+    shows whether the address still belongs to this storage, because sharding frees storages.
     """
     large = ((name, buffer) for name, buffer in module.named_buffers() if buffer.nbytes > SMALL)
     named = (*module.named_parameters(), *large)

@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _COLUMNS = 1021
-"""Number of columns in which 64-bit words are summed. The number is prime, so that no usual stride of a
-tensor is a multiple of the number."""
+"""Number of columns in which 64-bit words are summed. A prime number is not a multiple of the usual strides
+of tensors."""
 
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64
-"""An odd number whose bits look random. Each column is multiplied by its own odd multiple of this number."""
+"""Odd number whose bits look random. Each column is multiplied by its own odd multiple of this number."""
 
 
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the strided tensors that contain the bytes of ``tensor``.
 
-    For a distributed tensor, yield its local tensor. For a tensor subclass, such as a quantized weight, yield
-    its inner tensors.
+    For a distributed tensor, yield the local tensor. For a tensor subclass, for example a quantized weight,
+    yield the inner tensors.
 
     Raises:
-        TypeError: The bytes of this kind of tensor cannot be read.
+        TypeError: The bytes of this class of tensors cannot be read.
     """
     kind: Any = tensor
     if tensor.is_nested:
@@ -47,7 +47,7 @@ def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def fold(tensor: torch.Tensor) -> torch.Tensor:
-    """Return sums of the 64-bit words of a strided tensor. Together, the sums depend on every byte.
+    """Return sums of the 64-bit words of a strided tensor. A change of any byte changes a sum.
 
     Returns:
         1021 sums: a tensor of 64-bit integers on the same device, of 8 KiB.
@@ -65,7 +65,7 @@ def fold(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def chain(before: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-    """Combine the sums of earlier tensors and of the next tensor. The result depends on the order of tensors.
+    """Combine the sums of earlier tensors with the sums of the next tensor. The order of tensors matters.
 
     Args:
         before: Result of :func:`chain` or :func:`fold` for the earlier tensors.
@@ -86,7 +86,7 @@ def _factors(device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def digest(tensor: torch.Tensor) -> list[int]:
-    """Wait for the device of a tensor, and return one digest for each tensor in its :func:`plain_parts`.
+    """Return one digest for each tensor in :func:`plain_parts`, after waiting for the device of the tensor.
 
     Raises:
         TypeError: The bytes of the tensor cannot be read.
@@ -97,8 +97,7 @@ def digest(tensor: torch.Tensor) -> list[int]:
 def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the bytes of a tensor as 64-bit words, and up to seven remaining bytes.
 
-    An element that ``expand`` repeats is returned once. If the elements are not dense in memory, they are
-    copied.
+    An element that ``expand`` repeats is returned once. Elements that are not dense in memory are copied.
     """
     if not tensor.untyped_storage().nbytes():
         tensor = tensor.new_empty(0)  # the owner has freed the memory, and will fill it again before backward

@@ -1,8 +1,8 @@
 """Search for side effects in the first run of a layer with each combination of training flags.
 
-A recomputation restores random generators, and the attributes that the second run sets on modules of the
-layer. A recomputation also restores small buffers that forward changes in place, such as running statistics.
-If the forward of a layer changes other state, an error names the layer and the state.
+A recomputation restores random generators, the attributes that the second run sets on modules of the layer,
+and small buffers that forward changes in place, such as running statistics. If the forward of a layer changes
+other state, an error names the layer and the state.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ if TYPE_CHECKING:
     from tba_offload.recompute.arguments import Arguments
 
 SMALL = 2**20
-"""Maximum bytes of a small buffer. Small buffers are compared by digest, and a recomputation restores their
-values. Larger buffers are only compared by version."""
+"""Maximum bytes of a small buffer. Small buffers are compared by digest, and a recomputation restores them.
+Larger buffers are only compared by version."""
 
 States = Mapping["State", Any]
-"""A mapping from states to their values. A ``State`` is a pair: a function that reads the value, and a
-function that sets the value."""
+"""Mapping from states to values. A state is a pair of functions: one reads the value, one sets the value."""
 
 _OF_MODULES = frozenset((*vars(nn.Module()), "forward"))
 _backends: Any = torch.backends
@@ -58,8 +57,8 @@ class Mode(NamedTuple):
     ``torch.utils.checkpoint`` restores PyTorch's random generators.
 
     Attributes:
-        states: Settings that affect the choice of kernels, and states of the framework. The random generators
-            of Python and NumPy are included if the layer uses them.
+        states: Settings that affect the choice of kernels, states of the framework, and the random generators
+            of Python and NumPy if the layer uses them.
         buffers: Names of the small buffers that forward changes.
     """
 
@@ -142,8 +141,8 @@ class Look:
     def learn(self, layer: str, found: States) -> Mode:
         """Compare the state after the first run, and return the state that a recomputation must restore.
 
-        If forward assigns another object to an attribute, no error is raised. :func:`state_kept` undoes this
-        change after a second run.
+        If forward assigns another object to an attribute, no error is raised, because :func:`state_kept`
+        undoes this change after a second run.
 
         Args:
             layer: The name of the layer.
@@ -167,10 +166,7 @@ class Look:
 
 
 class _Fingerprint(pickle.Pickler):
-    """A pickler that replaces the tensors of an object by digests and versions."""
-
     def persistent_id(self, value: Any) -> object:
-        """Return the replacement for a tensor, a generator, a module or another value that is not pickled."""
         if isinstance(value, torch.Generator):
             return digest(value.get_state())
         if isinstance(value, nn.Module):
@@ -203,13 +199,15 @@ def impure(layer: str, changes: Sequence[str]) -> TbaError:
     """
     what = ", ".join(changes[:3]) + (" and more" if len(changes) > 3 else "")
     return cannot(
-        layer, f"its forward changes {what}, and a second run would repeat the change", UnsupportedError
+        layer,
+        f"the layer's forward changes {what}, and a second run would repeat this",
+        UnsupportedError,
     )
 
 
 @contextlib.contextmanager
 def state_kept(layer: str, module: nn.Module) -> Iterator[None]:
-    """Restore the attributes and buffers of a layer after its second run, which is in the ``with`` block.
+    """Restore the attributes and buffers of a layer after its second run in the ``with`` block.
 
     Raises:
         UnsupportedError: The second run changed a tensor in place.

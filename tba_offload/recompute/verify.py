@@ -1,13 +1,12 @@
 """Comparison of the two runs of a recomputed layer, by digests of the tensors that the layer saves.
 
-In both runs, saved-tensor hooks see each tensor that the layer saves. Only a 64-bit digest of the first run
-is kept. At the end of the second run, the two digests are compared on the device. Only then does backward get
-the tensors of the second run. The result of the comparison is one flag, which is read before the optimizer's
-step.
+Saved-tensor hooks see each tensor that the layer saves. Only a 64-bit digest of the first run is kept. At the
+end of the second run, the two digests are compared on the device. The result is one flag, which is read
+before the optimizer's step.
 
-In the first three steps of a layer, every saved tensor is compared. After a change of the placement or of the
-training flags, every saved tensor is compared in three more steps. Later steps compare the last tensor and
-one eighth of the other tensors. See :meth:`Verifier.part`.
+In the first three steps of a layer, and after a change of the placement or of the training flags, every saved
+tensor is compared. Later steps compare the last tensor and one eighth of the other tensors. See
+:meth:`Verifier.part`.
 """
 
 from __future__ import annotations
@@ -28,15 +27,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _WHOLE_STEPS = 3
-"""For each mode of a layer, the number of first steps in which every saved tensor is compared."""
+"""Number of first steps in which every saved tensor of a layer is compared, for each combination of training
+flags and placement."""
 
 _PARTS = 8
-"""Number of parts into which the saved tensors are divided.
+"""Number of later steps in which every saved tensor is compared once."""
 
-After the first :data:`_WHOLE_STEPS` steps, each step compares one part.
-"""
-
-OTHER = "its second run gave other numbers than the first"
+OTHER = "the layer's second run gave other numbers than the first run"
 
 Static = Mapping[int, tuple[str, weakref.ref[torch.UntypedStorage]]]
 """Storages whose versions are compared instead of their bytes. The address of each storage maps to the name
@@ -51,24 +48,24 @@ def cannot(layer: str, cause: str, kind: type[TbaError] = RecomputationError) ->
         cause: The reason, as a clause.
         kind: The class of the error.
     """
-    return kind(f"{layer} cannot be recomputed: {cause}. Set its placement to 'keep' or 'offload'.")
+    return kind(f"{layer} cannot be recomputed: {cause}. Set the layer's placement to 'keep' or 'offload'.")
 
 
 def other_numbers(layer: str) -> TbaError:
     """Return the error for a layer whose second run gave other numbers than the first."""
     return cannot(
         layer,
-        f"{OTHER}. The layer depends on state that changed between the two runs, such as a counter, a global "
-        "variable or a random generator of its own. Do not use the gradients of this step. With states.when "
-        "'backward', later layers are already updated: load a checkpoint. If the layer uses the weight of a "
-        "later layer, set states.when to 'step'",
+        f"{OTHER}. The layer uses state that changed between the two runs, such as a counter, a global "
+        "variable or the layer's own random generator. Do not use the gradients of this step. With "
+        "states.when 'backward', later layers are already updated: load a checkpoint. If the layer uses the "
+        "weight of a later layer, set states.when to 'step'",
     )
 
 
 def modified(what: str) -> SavedTensorModifiedError:
     """Return the error for a tensor that was changed in place before backward used the tensor."""
     return SavedTensorModifiedError(
-        f"{what} was changed in place after forward and before backward had used it. Change a copy instead"
+        f"{what} was changed in place before backward used the tensor. Change a copy instead"
     )
 
 
@@ -116,7 +113,7 @@ class Verifier:
         Args:
             name: Name of the layer or tensor in errors.
             differs: A boolean tensor with one element. True means that the two runs gave different bytes.
-            leave: Function that takes the error, and returns True if the error shall not be raised.
+            leave: Function that takes the error, and returns True to suppress the error.
 
         Raises:
             RecomputationError: The two runs gave different bytes on a CPU. On an accelerator, :meth:`check`
@@ -129,8 +126,7 @@ class Verifier:
     def part(self, mode: Hashable) -> int | None:
         """Return which eighth of a layer's saved tensors this step compares, from 0 to 7; ``None`` for all.
 
-        In the first three steps in a mode, all saved tensors are compared. Each later step compares one
-        eighth, so eight steps compare every tensor once. All micro-batches of a step compare the same eighth.
+        All micro-batches of a step compare the same eighth.
 
         Args:
             mode: The layer, the training flags of its modules, and its placement.
@@ -142,7 +138,7 @@ class Verifier:
         return None if count < _WHOLE_STEPS else count % _PARTS
 
     def end_step(self) -> None:
-        """Check all results that were not checked yet, and end the step.
+        """Check the results of all comparisons, and end the step.
 
         Raises:
             RecomputationError: A second run gave other numbers than the first.
@@ -151,7 +147,7 @@ class Verifier:
         self._step += 1
 
     def check(self) -> None:
-        """Wait for the results that were not checked yet, and check these results.
+        """Wait for the results of all comparisons, and check the results.
 
         Raises:
             RecomputationError: A second run gave other numbers than the first.
@@ -165,20 +161,18 @@ class Verifier:
 class SavedTensors:
     """The tensors that one run of a layer saves for backward.
 
-    A kernel may still write to a saved tensor that does not require a gradient. Examples are the noise of
-    ``rrelu`` and the statistics of attention. These tensors are therefore held, and read when the next
-    operation saves a tensor.
+    A kernel may still write to a saved tensor that does not require a gradient, such as the noise of
+    ``rrelu``. Such a tensor is therefore read later, when the next operation saves a tensor.
 
     Args:
         layer: The name of the layer.
-        static: Storages of parameters and large buffers. Their versions are compared instead of their bytes.
+        static: Storages of parameters and large buffers, whose versions are compared instead of their bytes.
         part: Which eighth of the tensors is compared, from 0 to 7; ``None`` for all tensors.
         always: Index of a tensor that is always compared.
 
     Attributes:
         forms: For each tensor, the properties that must be equal in both runs: class, dtype, shape, names of
-            the storages in ``static``, and version. For a tensor that is not in ``static``, the version is
-            ``None``.
+            the storages in ``static``, and version. The version is ``None`` for a tensor outside ``static``.
         numbers: The digest of the tensors on each device. During the run, ``numbers`` has intermediate sums.
         last: Index of the last tensor that requires a gradient.
         fills_last: Whether the last operation may still write to a tensor that the operation has saved.
@@ -196,7 +190,7 @@ class SavedTensors:
         """Record a saved tensor, and return its index.
 
         Raises:
-            UnsupportedError: The bytes of this kind of tensor cannot be compared.
+            UnsupportedError: The bytes of this class of tensors cannot be compared.
         """
         if latest_node() != self._node:
             self._read(self._waiting)
@@ -205,7 +199,7 @@ class SavedTensors:
             parts = list(digest.plain_parts(tensor))
             names = [self._name_of(part.untyped_storage()) for part in parts]
         except (TypeError, NotImplementedError) as error:  # wrappers of transforms raise the second error
-            reason = f"it saves {error}, whose bytes cannot be compared"
+            reason = f"the layer saves {error}, whose bytes cannot be compared"
             raise cannot(self._layer, reason, UnsupportedError) from error
         place, is_static = len(self.forms), bool(parts) and None not in names
         version = tensor._version if is_static else None
@@ -240,8 +234,8 @@ class SavedTensors:
 def _may_be_unfilled(tensor: torch.Tensor) -> bool:
     """Return True for a tensor that a kernel allocates but may not fill, so that its bytes may be random.
 
-    Examples are workspaces of recurrent networks, and random seeds of attention without dropout. A difference
-    between the runs is still found in the outputs of the kernels, which are also compared.
+    Examples are workspaces of recurrent networks, and random seeds of attention without dropout. The
+    comparison still covers the outputs of the kernels.
     """
     is_workspace = tensor.dtype is torch.uint8 and tensor.dim() == 1
     return is_workspace or (tensor.numel() <= 2 and tensor.dtype in {torch.int64, torch.uint64})

@@ -160,5 +160,5 @@ def test_recomputation_by_megatron_is_taken_over(
 
     with caplog.at_level("INFO", "tba_offload"):
         assert_same_tensors(trained(attached=True), trained(attached=False))
-    told = [line for line in caplog.messages if "its forward changes self.mlp.seen" in line]
+    told = [line for line in caplog.messages if "the layer's forward changes self.mlp.seen" in line]
     assert len(told) == is_spoiled

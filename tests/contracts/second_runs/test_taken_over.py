@@ -95,10 +95,10 @@ class Partitioned(Counted):
 
 
 REASONS: dict[type[Counted], str] = {
-    Noisy: "module.source, and a second run would repeat the change",
-    Listing: "module.seen, and a second run would repeat the change",
-    Summing: "its second run gave other numbers",
-    Worldly: "its second run gave other numbers",
+    Noisy: "module.source, and a second run would repeat this",
+    Listing: "module.seen, and a second run would repeat this",
+    Summing: "the layer's second run gave other numbers",
+    Worldly: "the layer's second run gave other numbers",
     Nested: "nested tensors",
     Scripted: "TorchScript",
     Partitioned: "ZeRO-3",

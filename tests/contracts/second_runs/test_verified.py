@@ -380,7 +380,7 @@ def test_a_layer_that_cannot_be_recomputed_is_refused_at_its_first_step(
     with session_for(net, default=placement) as session:
         message = failure(UnsupportedError, lambda: train(net, session))
         assert re.match(rf"layer 0 \(layers.0\) cannot be recomputed: .*{named}", message)
-        assert message.endswith("Set its placement to 'keep' or 'offload'.")
+        assert message.endswith("Set the layer's placement to 'keep' or 'offload'.")
         gc.collect()  # frames of the error know the graph
         assert_all_given_back(session)
 
@@ -592,7 +592,7 @@ def test_layers_that_a_program_has_hooked_into_are_not_tried(caplog: pytest.LogC
     with auto_session(nets[0]) as session, caplog.at_level("INFO"):
         assert_same_tensors(train(nets[0], session), train(nets[1]))
         assert {record.recomputed_scopes for record in session.records} == {0}
-    assert sum("the program has added hooks to its forward" in line for line in caplog.messages) == 1
+    assert sum("the program has added hooks to the layer's forward" in line for line in caplog.messages) == 1
 
 
 def test_a_layer_that_stands_in_the_list_twice_is_one_layer() -> None:

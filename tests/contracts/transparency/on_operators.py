@@ -57,7 +57,7 @@ ALWAYS = (
 """Operators of all kinds of saving."""
 
 TABLE = {f"{op.name}.{op.variant_test_name}".rstrip("."): op for op in op_db if op.supports_autograd}
-REFUSED = ("its forward changes its argument", "whose bytes cannot be compared")
+REFUSED = ("the layer's forward changes its argument", "whose bytes cannot be compared")
 """Messages of layers that cannot be recomputed."""
 
 
