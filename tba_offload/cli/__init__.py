@@ -1,7 +1,7 @@
 """The command line: ``tba-offload COMMAND``, or ``python -m tba_offload COMMAND``.
 
 Each command imports the modules that it needs when it runs. A command that reads a run log therefore does not
-import torch. If a command raises a :class:`TbaError`, the program prints one line on stderr and exits with
+import torch. If a command raises a :class:`TbaError`, the program prints the error on stderr and exits with
 status 1. If options are wrong, the program exits with status 2.
 """
 
@@ -29,8 +29,6 @@ _COMPLETION = (
 
 
 class _Commands(click.Group):
-    """A command group that prints a :class:`TbaError` of a command as one line."""
-
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)

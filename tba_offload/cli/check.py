@@ -23,15 +23,11 @@ _UPDATES = {"step": "optimizer.step()", "backward": "backward()"}
 
 
 def _stack(text: str) -> tuple[str | None, int]:
-    """Return the name of a stack and its number of layers.
-
-    Examples of option values are ``24`` for a model with one stack, whose name is ``None``, and
-    ``encoder:12`` for the stack ``encoder``.
-    """
+    """Return ``("encoder", 12)`` for the option value ``encoder:12``, and ``(None, 24)`` for ``24``."""
     found = re.fullmatch(r"(?:([^:\s]+):)?([1-9][0-9]{0,5})", text)
     if found is None:
-        why = f"{quoted(text)} must be a number of layers, such as 24, or a stack, such as encoder:12"
-        raise click.BadParameter(why)
+        why = f"{quoted(text)} must be a number of layers, such as 24, or a stack with its number of layers"
+        raise click.BadParameter(f"{why}, such as encoder:12")
     return found[1], int(found[2])
 
 
@@ -44,16 +40,15 @@ def _stack(text: str) -> tuple[str | None, int]:
     type=_stack,
     multiple=True,
     required=True,
-    help="Number of layers. For several stacks: --layers encoder:12 --layers decoder:12.",
+    help="Number of layers of the model. For several stacks: --layers encoder:12 --layers decoder:12.",
 )
 @JSON
 def check(policy: Path, stacks: Sequence[tuple[str | None, int]], *, as_json: bool) -> None:
     """Print the placement of each layer under a policy, or all errors in the policy.
 
-    For each layer, the output has the placement and the rule that sets the placement. If the policy offloads
-    optimizer states or frozen weights, the output also lists their placements. A rule that matches module
-    names needs the model, so this rule is listed but not applied. The exit status is 1 if the policy has an
-    error.
+    The output also names the rule that sets each placement, and the settings for optimizer states and frozen
+    weights. Rules that match module names are listed but not applied, because the command does not load the
+    model. The exit status is 1 if the policy has an error.
 
     If the model has several stacks of layers, such as an encoder and a decoder, pass --layers for each stack.
     """
@@ -62,7 +57,7 @@ def check(policy: Path, stacks: Sequence[tuple[str | None, int]], *, as_json: bo
 
     names = {stack for stack, _ in stacks}
     if len(names) < len(stacks) or (len(stacks) > 1 and None in names):
-        raise click.UsageError("give each stack its own name: --layers encoder:12 --layers decoder:12")
+        raise click.UsageError("name each stack of layers: --layers encoder:12 --layers decoder:12")
     stacks = stacks if len(stacks) > 1 else [(None, stacks[0][1])]
     layers = [LayerId(number, "", stack) for stack, count in stacks for number in range(count)]
     layers = with_depths(layers, layers)
@@ -77,7 +72,7 @@ def check(policy: Path, stacks: Sequence[tuple[str | None, int]], *, as_json: bo
     states, weights = config.states, config.weights
     found: dict[str, Any] = {
         "layers": list(_groups(config.policy, layers)),
-        "states": states and f"{states.default} (optimizer states, updated in {_UPDATES[states.when]})",
+        "states": states and f"{states.default} (optimizer updates run in {_UPDATES[states.when]})",
         "weights": weights and f"{weights.frozen} (frozen weights)",
         "not_judged": [str(rule) for rule in config.policy.unjudged(layers)],
         "warnings": config.doubts(layers),
@@ -89,7 +84,6 @@ def check(policy: Path, stacks: Sequence[tuple[str | None, int]], *, as_json: bo
 
 
 def _groups(policy: Policy, layers: Sequence[LayerId]) -> Iterator[dict[str, str]]:
-    """Yield groups of adjacent layers with the same stack, placement and rule."""
 
     def reason(layer: LayerId) -> tuple[str | None, str, str]:
         placement, why = policy.explain(layer)
@@ -105,4 +99,4 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"{group['layers']:<{widths[0]}}  {group['placement']:<{widths[1]}}  {visible(group['why'])}"
     yield from (f"{name}: {found[name]}" for name in ("states", "weights") if found[name] is not None)
     for rule in found["not_judged"]:
-        yield f"not checked: the rule {visible(rule)} matches module names, and the command has no model"
+        yield f"not checked: the rule {visible(rule)} matches module names, so it needs the model"

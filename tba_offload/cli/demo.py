@@ -26,20 +26,20 @@ _STATES = click.Choice(["keep", "offload", "auto", "backward"])
     "--dtype",
     type=click.Choice(["auto", "bf16", "fp32"]),
     default="auto",
-    help="Data type of the training. With 'auto', the faster one is used.",
+    help="Data type of the training. With 'auto', the demo uses the faster data type.",
 )
 @click.option(
     "--directory",
     "directories",
     type=_FOLDER,
     multiple=True,
-    help="Store directory. Repeat for several drives.",
+    help="Directory of the store. Can be repeated, once for each drive.",
 )
-@click.option("--window", help="In-flight window at the smallest batch size, such as 64MiB.")
+@click.option("--window", help="Size of the in-flight window at the smallest batch size, such as 64MiB.")
 @click.option(
     "--policy",
     type=click.Path(path_type=Path),
-    help="Policy file to use instead of placement 'offload', or 'auto'.",
+    help="Policy of the third strategy: the path of a file, or 'auto'.  [default: 'offload']",
 )
 @click.option("--budget", metavar="SIZE|SHARE", help="Limit of the activation peak. Needs --policy auto.")
 @click.option(
@@ -48,23 +48,22 @@ _STATES = click.Choice(["keep", "offload", "auto", "backward"])
 @click.option(
     "--states", type=_STATES, default="keep", help="Also run a strategy that offloads optimizer states."
 )
-@click.option("--control", is_flag=True, help="Train with 'keep' a second time, to show how step times vary.")
+@click.option("--control", is_flag=True, help="Run 'keep' a second time, to show how much step times vary.")
 @click.option("--time-limit", metavar="MINUTES", type=float, default=10, show_default=True)
 @JSON
 def demo(**options: Any) -> None:
-    """Train a small Megatron GPT on real text with keep, recompute and offload, and compare the strategies.
+    """Train a small Megatron GPT on real text with three strategies: 'keep', 'recompute' and 'offload'.
 
-    Each strategy runs in its own process. The processes take turns after each step. The command prints a
+    Each strategy runs in its own process, and the processes run their steps in turn. The command prints a
     table, and writes run logs, rok.svg, rok.png and summary.json to the output directory. The command
     needs megatron-core and matplotlib: pip install 'tba-offload[megatron,plots]'.
 
-    The third strategy uses the placement 'offload'. To use other placements, pass --policy with a policy
-    file. With --policy auto, the planner chooses the placements. A budget is a size such as 64MiB, or a share
-    of the peak with 'keep' such as 35%.
+    With --policy, a policy replaces the third strategy 'offload'. With --policy auto, the planner chooses the
+    placements. A budget is a size such as 64MiB, or a percentage of the peak with 'keep', such as 35%.
 
-    With --states, one more strategy offloads optimizer states: 'offload' offloads all states, and 'auto'
-    keeps as many states in memory as --device-budget allows. With 'backward', each parameter is updated in
-    backward(), and not in optimizer.step().
+    With --states, a fourth strategy offloads optimizer states. With --states offload, all states are
+    offloaded. With --states auto, as many states stay in memory as --device-budget allows. With --states
+    backward, each parameter is updated in backward(), and not in optimizer.step().
     """
     from tba_lab.demo import run_on_console
 

@@ -1,4 +1,4 @@
-"""``tba-offload init``: write a policy with comments for this machine."""
+"""``tba-offload init``: write a commented policy for this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tba_offload.store.doctor import Location
 
 _POLICY = Path(__file__).with_name("policy.yaml")
-"""Template of the policy file. The command replaces names in braces by values for this machine."""
+"""Template of the policy file, with names in braces for values of this machine."""
 
 
 @click.command()
@@ -26,13 +26,13 @@ _POLICY = Path(__file__).with_name("policy.yaml")
 @output("Policy file to write.", default="policy.yaml", show_default=True)
 @FORCE
 def init(directories: tuple[Path, ...], output: Path, *, force: bool) -> None:
-    """Write a policy file with comments for the drives of this machine.
+    """Write a commented policy file for the drives of this machine.
 
     With this policy, the planner chooses the fastest placements that fit the device.
 
-    DIR is a directory on a drive. Name one directory for each drive. The default is every mounted NVMe drive
-    to which you may write. Without NVMe drives, the default is the directory for temporary files. To measure
-    drives, use tba-offload doctor.
+    DIR is a directory on a drive. Pass one directory for each drive. Without DIR, the policy names every
+    mounted NVMe drive that you may write to. Without an NVMe drive, the policy names the directory for
+    temporary files. To measure drives, use tba-offload doctor.
     """
     found = {path: _look_at(path) for path in map(str, directories or _drives())}
     with writing(output, force=force):
@@ -46,7 +46,7 @@ def init(directories: tuple[Path, ...], output: Path, *, force: bool) -> None:
 
 
 def _drives() -> list[str]:
-    """Return the mount points of NVMe drives, or the temporary directory if there are none."""
+    """Return the mount points of NVMe drives; without NVMe drives, the temporary directory."""
     from tba_offload.store.open import temporary_directory
 
     temporary = temporary_directory()

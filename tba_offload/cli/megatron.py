@@ -9,13 +9,14 @@ import click
 
 @click.command()
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--check", is_flag=True, help="Print whether the command can succeed, and change no file.")
+@click.option("--check", is_flag=True, help="Print whether the patch can be added, and change no file.")
 @click.option("--reverse", is_flag=True, help="Remove the patch.")
 def patch(directory: Path, *, check: bool, reverse: bool) -> None:
     """Add the --tba- flags to the scripts of a Megatron-LM checkout.
 
     DIR is the root of the checkout. If the checkout is already patched, the command changes nothing. The
-    command fails if no patch exists for the release, or if the lines that the patch changes were modified.
+    command fails if there is no patch for the release of Megatron-LM, or if lines that the patch changes were
+    modified.
     """
     from tba_offload.megatron.patch import Checkout
 
@@ -37,8 +38,8 @@ def launch(*, cpu: bool, script: str, arguments: tuple[str, ...]) -> None:
     """Run an unmodified training script of Megatron-LM with offloading, in one process.
 
     SCRIPT is a training script in a checkout of Megatron-LM, such as pretrain_gpt.py. ARGUMENTS are the
-    arguments of the script, and may contain --tba- flags. To list these flags, pass --help as argument. For
-    several processes, use: torchrun ... -m tba_offload.megatron.launch SCRIPT ARGUMENTS.
+    arguments of the script, and may contain --tba- flags. To list the --tba- flags, pass --help after SCRIPT.
+    For several processes, use: torchrun ... -m tba_offload.megatron.launch SCRIPT ARGUMENTS.
     """
     from tba_offload.megatron.launch import CPU, prepare, run
 

@@ -26,9 +26,8 @@ _RUNS = click.argument("runs", metavar="RUN.jsonl...", nargs=-1, required=True, 
 def why(run: Path, *, as_json: bool) -> None:
     """Print what holds memory at the memory peak of a run, and the one change that lowers the peak most.
 
-    The output names the phase and the layer at the memory peak, and what holds memory in this phase. The
-    output also has the planned peak and the measured peak. For a run with several ranks, the command uses the
-    rank with the highest peak.
+    The output also names the phase and the layer in which memory peaks, and compares the measured peak with
+    the planned peak. For a run with several ranks, the command uses the rank with the highest peak.
     """
     from tba_offload.report import text
     from tba_offload.report.why import why as diagnose
@@ -42,7 +41,7 @@ def why(run: Path, *, as_json: bool) -> None:
 
 @click.command()
 @_RUNS
-@output("Picture of the ROK curve to write (.svg or .png). Can be repeated.", multiple=True)
+@output("File for a picture of the ROK curve (.svg or .png). Can be repeated.", multiple=True)
 @JSON
 @click.option("--memory", type=_PEAKS, default="activations", show_default=True, help="Peak to compare.")
 def rok(runs: tuple[Path, ...], output: tuple[Path, ...], *, as_json: bool, memory: Memory) -> None:
@@ -51,9 +50,9 @@ def rok(runs: tuple[Path, ...], output: tuple[Path, ...], *, as_json: bool, memo
     Each run is one point of the curve. The output is a table of the runs, the Pareto set and advice. A run is
     in the Pareto set if every faster run has a higher memory peak.
 
-    By default, the memory peak is the peak of activations. With --memory device, the memory peak is the peak
-    of all memory in use on the device: weights, gradients, optimizer states and activations. On a CPU, it is
-    the peak of all memory of the process.
+    By default, the memory peak is the peak of activations. With --memory device, the memory peak also
+    includes weights, gradients and optimizer states. For a model on a CPU, --memory device means all memory
+    of the process.
     """
     from tba_offload.report import rok as report
     from tba_offload.report import text
@@ -73,13 +72,15 @@ def rok(runs: tuple[Path, ...], output: tuple[Path, ...], *, as_json: bool, memo
 @click.command()
 @_RUN
 @click.option("--budget", type=size, help="Limit of the activation peak, such as 12GiB.")
-@click.option("--device-bytes", type=size, help="Limit of all memory on the device, instead of --budget.")
+@click.option(
+    "--device-bytes", type=size, help="Limit of all memory on the device (use instead of --budget)."
+)
 @click.option("--layers", type=click.IntRange(1, 10_000), help="Plan for a model with this number of layers.")
 @click.option("--drives", type=click.FloatRange(0.1), default=1, help="Multiply drive rates by this number.")
 @rates
 @RATED
-@output("Policy file to write, with the chosen plan.")
-@click.option("--picture", type=FILE, help="Picture of the plans to write (.svg or .png).")
+@output("File for a policy with the chosen plan.")
+@click.option("--picture", type=FILE, help="File for a picture of the plans (.svg or .png).")
 @FORCE
 @JSON
 def plan(
@@ -95,14 +96,15 @@ def plan(
 ) -> None:
     """Print the plans that the planner would make for a recorded run, without running the model again.
 
-    The command reads the run log of one process. The output has a table with the best plan for each of
-    several budgets, and one chosen plan. With --budget, the chosen plan is the best plan for the budget.
+    The output has a table with the best plan for each of several budgets, and one chosen plan. With --budget,
+    the chosen plan is the best plan for the budget.
     Without --budget, the chosen plan has the lowest peak at which a step takes no longer than with 'keep' and
     does not wait for drives. If this peak is almost as high as with 'keep', the chosen plan keeps all layers.
 
     By default, plans use the drive rates in the run log. To use other rates, pass --write and --read, or
     --dir. If the run kept all layers, the run log has no drive rates, and --write or --dir is required. To
-    plan for twice as many drives, pass --drives 2. With --rated, the output also has the life of the drives.
+    plan for twice as many drives, pass --drives 2. With --rated, the output also has the life of the drives
+    in years.
     """
     from tba_offload.planner.what_if import Situation
     from tba_offload.report import text
@@ -132,8 +134,8 @@ def plan(
 
 @click.command()
 @_RUN
-@output("Picture (.svg or .png) or trace (.json) to write. Can be repeated.", multiple=True, required=True)
-@click.option("--step", type=click.IntRange(1), help="Step to draw.  [default: the last with a timeline]")
+@output("File for a picture (.svg, .png) or a trace (.json). Can be repeated.", multiple=True, required=True)
+@click.option("--step", type=click.IntRange(1), help="Step to draw.  [default: last step with a timeline]")
 def timeline(run: Path, output: tuple[Path, ...], step: int | None) -> None:
     """Draw the timeline of one step: memory, traffic of each drive, layers and waits.
 

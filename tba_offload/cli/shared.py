@@ -60,15 +60,17 @@ RATED = click.option("--rated", type=size, help="Rated writes (TBW) of all drive
 def rates(command: FC) -> FC:
     """Add the options for drive rates to a command. :func:`bandwidth_of` reads these options."""
     write = click.option("--write", type=rate, help="Write rate of all drives together, such as 6GB/s.")
-    read = click.option("--read", type=rate, help="Read rate of all drives together.  [default: --write]")
-    place = click.option("--dir", "place", metavar="DIR", help="Measure the drive that contains DIR.")
+    read = click.option("--read", type=rate, help="Read rate of all drives together.  [default: write rate]")
+    place = click.option(
+        "--dir", "place", metavar="DIR", help="Measure rates of the drive that contains DIR."
+    )
     return write(read(place(command)))
 
 
 def bandwidth_of(options: dict[str, Any]) -> Bandwidth | None:
-    """Remove the options of :func:`rates` from ``options``, and return the drive rates that they give.
+    """Remove the options of :func:`rates` from ``options``, and return the drive rates.
 
-    Return ``None`` if none of these options was given.
+    Return ``None`` if ``options`` has none of these options.
     """
     from tba_offload.planner.model import Bandwidth
 
@@ -92,7 +94,7 @@ def with_host_memory(drives: Bandwidth, capacity: int) -> Bandwidth:
 
 
 def _measured(**settings: Any) -> tuple[float, float]:
-    """Return the measured write and read rates of a store."""
+
     from tba_offload.device import default_device
     from tba_offload.store.doctor import measure
     from tba_offload.store.open import open_store
@@ -108,7 +110,7 @@ def writing(path: Path, logs: Iterable[Path] = (), *, force: bool = True) -> Ite
 
     Args:
         path: The file to write.
-        logs: Run logs that the command reads. These files must not be replaced.
+        logs: Run logs that the command reads, which must not be replaced.
         force: Whether to replace an existing file.
 
     Raises:
@@ -116,10 +118,10 @@ def writing(path: Path, logs: Iterable[Path] = (), *, force: bool = True) -> Ite
     """
     if any(path.exists() and log.exists() and path.samefile(log) for log in logs):
         why = f"{path}: the file is a run log and was not replaced"
-        raise click.ClickException(f"{why}. Pass another file with -o")
+        raise click.ClickException(f"{why}. Name another output file")
     if path.exists() and not force:
         why = f"{path}: the file exists and was not replaced"
-        raise click.ClickException(f"{why}. Pass another file with -o, or replace this file with --force")
+        raise click.ClickException(f"{why}. Name another output file, or replace the file with --force")
     try:
         yield
     except OSError as error:

@@ -117,7 +117,7 @@ def test_without_a_file_it_takes_the_sizes_of_a_llama() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--flops", "20G", "--write", "1GB/s"), "Pass --config, or pass --layers"),
+        (("--flops", "20G", "--write", "1GB/s"), "Pass --config, or --layers"),
         (
             ("--flops", "20G", "--layers", 2),
             "the drive rates are unknown. Pass --write and --read, or pass --dir",

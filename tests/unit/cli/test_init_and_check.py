@@ -47,14 +47,14 @@ def test_json_is_one_object_and_nothing_else(policy: Path) -> None:
             {"layers": "0-3", "placement": "recompute", "why": "rule '0-3' (line 3)"},
             {"layers": "4-5", "placement": "keep", "why": "rule 'last 2' (line 5)"},
         ],
-        "states": "offload (optimizer states, updated in backward())",
+        "states": "offload (optimizer updates run in backward())",
         "weights": "offload-25% (frozen weights)",
         "not_judged": [],
         "warnings": [],
         "problems": [],
     }
     assert call("check", policy, "--layers", "6").stdout.splitlines()[-2:] == [
-        "states: offload (optimizer states, updated in backward())",
+        "states: offload (optimizer updates run in backward())",
         "weights: offload-25% (frozen weights)",
     ]
 
@@ -79,7 +79,7 @@ def test_everything_wrong_is_told_by_line(policy: Path) -> None:
     [
         ([], "Missing option '--layers'"),
         (["many"], "'many' must be a number of layers"),
-        (["12", "decoder:12"], "give each stack its own name"),
+        (["12", "decoder:12"], "name each stack of layers"),
     ],
 )
 def test_a_wrong_command_line_has_exit_status_2(layers: list[str], message: str, policy: Path) -> None:
