@@ -33,13 +33,7 @@ def _flops(text: str) -> float:
 @click.option("--dtype", type=_DTYPES, default="bf16", show_default=True, help="Data type of the model.")
 @click.option("--lora", type=COUNT, metavar="RANK", help="Train only LoRA matrices of this rank.")
 @click.option("--base-bits", type=click.Choice(["4", "8"]), help="Bits of a frozen weight. Needs --lora.")
-@click.option(
-    "--flops",
-    type=_flops,
-    metavar="FLOPS",
-    required=True,
-    help="FLOPs per second that the device reaches in training, such as 400T.",
-)
+@click.option("--flops", type=_flops, metavar="FLOPS", required=True, help="Training speed, such as 400T/s.")
 @rates
 @click.option("--device-bytes", type=size, help="Memory of the device, such as 80GiB.")
 @click.option("--host-capacity", type=size, help="Host memory to fill before the drives.")
@@ -61,9 +55,10 @@ def estimate(*, host_capacity: int | None, **options: Any) -> None:
     sequence length at which 'recompute-offload' does not wait for drives.
 
     The model is a language model of the package transformers, with one stack of layers. For a Llama model,
-    pass --layers, --hidden, --heads and --vocab instead of --config. With --host-capacity, the rates of host
-    memory are measured on this machine. The estimate assumes the kernels of this machine. On a CPU, dropout
-    saves more bytes than on a GPU.
+    pass --layers, --hidden, --heads and --vocab instead of --config. --flops is the number of FLOPs per
+    second that the device reaches in training. With --host-capacity, the rates of host memory are measured on
+    this machine. The estimate assumes the kernels of this machine. On a CPU, dropout saves more bytes than on
+    a GPU.
     """
     bits = options.pop("base_bits")
     if bits is not None and options["lora"] is None:
@@ -75,9 +70,7 @@ def estimate(*, host_capacity: int | None, **options: Any) -> None:
         bandwidth = with_host_memory(bandwidth, host_capacity)
     sizes = "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"
     if options["config"] is None and None in map(options.get, sizes):
-        raise click.UsageError(
-            "a model is missing. Pass --config, or --layers, --hidden, --heads and --vocab"
-        )
+        raise click.UsageError("no model given. Pass --config, or --layers, --hidden, --heads and --vocab")
     from tba_offload.estimate import run_on_console
 
     run_on_console(bandwidth=bandwidth, base_bits=bits and int(bits), **options)

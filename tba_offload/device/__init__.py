@@ -35,10 +35,7 @@ Kernels may choose between implementations by the alignment of memory.
 """
 
 Mark = Any
-"""A point in the work of a device, and the time at which the device reaches the point.
-
-Only the same device can read the time.
-"""
+"""A point in the work of a device. :meth:`Device.seconds` returns the time at which the point was reached."""
 
 
 class Event:
@@ -51,10 +48,7 @@ class Event:
         """Block the calling thread until the point is reached."""
 
     def wait(self, stream: object = None) -> None:
-        """Make a stream wait for the point, without blocking the calling thread.
-
-        The default stream is the current stream.
-        """
+        """Make a stream (by default, the current stream) wait for the point, without blocking the thread."""
 
     def query(self) -> bool:
         """Return True if the point is reached."""
@@ -86,17 +80,13 @@ class Device:
         """Return the calling thread's current stream; ``None`` if the device has no streams."""
 
     def event(self, stream: Any = None) -> Event:  # noqa: ARG002 - a CPU has no streams
-        """Record an event after all work submitted to a stream.
-
-        The default stream is the calling thread's current stream.
-        """
+        """Record an event after all work submitted to a stream (by default, the thread's current stream)."""
         return READY
 
     def mark(self) -> Mark:
         """Mark the point after all work submitted to the calling thread's stream, without a wait.
 
-        On CUDA, a mark costs one or two microseconds and a place in the device's queue. A few marks for each
-        layer are cheap, but a mark for each activation is expensive.
+        On CUDA, a mark costs one or two microseconds, which is too much for a mark at each activation.
         """
         return time.perf_counter()
 
@@ -211,7 +201,7 @@ class Accelerator(Device):
         return [0.0, *(marks[0].elapsed_time(mark) / 1000 for mark in marks[1:])] if marks else []
 
     def use(self, memory: torch.Tensor, stream: Any) -> None:
-        """Tell the caching allocator that ``stream`` reads the memory."""
+        """Tell the caching allocator that ``stream`` uses the memory."""
         memory.record_stream(stream)
 
     def bind_thread(self) -> None:
@@ -305,7 +295,7 @@ def check_not_captured(device: Device) -> None:
 
 
 def has_peers() -> bool:
-    """Return True if there are other ranks, so that layers may have collective operations."""
+    """Return True if ``torch.distributed`` has several ranks, so that layers may run collectives."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -371,9 +361,9 @@ def new_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
 def aligned_range(nbytes: int, address: int, alignment: int, device: Device) -> ByteRange:
     """Allocate bytes at an address that equals ``address`` modulo the alignment.
 
-    The offset of the bytes in the store also equals ``address`` modulo the alignment. Direct I/O can
-    therefore fill the memory without a copy. Kernels that choose their code path by alignment compute the
-    same bits for restored data.
+    The offset of the bytes in the store also equals ``address`` modulo the alignment, so direct I/O can fill
+    the memory without a copy. Kernels that choose their code path by alignment compute the same bits for
+    restored data.
 
     Args:
         nbytes: Payload in bytes.

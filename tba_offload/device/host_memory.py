@@ -105,11 +105,11 @@ _returns = False
 def keep_freed_pages() -> bool:
     """Make malloc keep freed memory mapped, so that the next step has no page faults for this memory.
 
-    By default, glibc serves large allocations by ``mmap`` and returns their pages to the system when they are
-    freed. Every step then has a page fault for each 4 KiB of every activation, with or without offloading.
-    For 8 MiB, page faults take several milliseconds. After a call of ``keep_freed_pages``, the process keeps
-    the largest amount of memory that it has used. ``keep_freed_pages`` is useful only for training on a CPU.
-    The package never calls ``keep_freed_pages``, because malloc's settings affect the whole process.
+    By default, glibc returns the pages of a large freed allocation to the system. Every step then has a page
+    fault for each 4 KiB of every activation, with or without offloading. For 8 MiB, page faults take several
+    milliseconds. After a call of ``keep_freed_pages``, the memory of the process never shrinks.
+    ``keep_freed_pages`` is useful only for training on a CPU. The package never calls ``keep_freed_pages``,
+    because malloc's settings affect the whole process.
 
     Returns:
         Whether the C library accepted the setting.

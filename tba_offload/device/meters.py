@@ -43,7 +43,7 @@ class MemoryMeter:
         static: Function that returns the excluded live bytes.
 
     Attributes:
-        source: Source of the peak, for the run log.
+        source: Name of the method that measures the peak, for the run log.
         samples: Whether the meter takes samples, and so knows the live bytes only at some moments.
         seen: Function that any thread may call with two numbers: the live bytes without excluded bytes, and
             the excluded bytes.
@@ -314,9 +314,8 @@ def malloc_count() -> Callable[[], tuple[int, int]]:
     """Return a function that returns the live bytes of this process, and the bytes that malloc holds.
 
     If another allocator is preloaded, the process still has glibc's functions, but glibc counts almost no
-    bytes. The count is therefore tested: after an allocation of PyTorch, the count must grow by the same
-    number of bytes. A deviation of a sixteenth is tolerated, because other threads may allocate during the
-    test.
+    bytes. A test therefore allocates a tensor and checks that the count grows by the bytes of the tensor. A
+    deviation of a sixteenth is tolerated, because other threads may allocate during the test.
 
     Raises:
         UnsupportedError: The count does not grow: the C library is musl or glibc before 2.33, or another
@@ -336,7 +335,7 @@ def malloc_count() -> Callable[[], tuple[int, int]]:
             return count
     raise UnsupportedError(
         "the activation peak on a CPU cannot be measured: mallinfo2 of glibc (2.33 or later) does not count "
-        "PyTorch's allocations. Do not preload another allocator, or set measure_memory=False"
+        "PyTorch's allocations. Use this glibc without a preloaded allocator, or set measure_memory=False"
     )
 
 
@@ -401,7 +400,7 @@ class LiveBytes:
 
     @property
     def parts(self) -> tuple[int, int]:
-        """Bytes of storages, and bytes counted by :meth:`shift`, at the same moment."""
+        """Live bytes of storages, and live bytes counted by :meth:`shift`, both at one moment."""
         with self._lock:
             self._take_freed()
             return self._nbytes - self._shifted, self._shifted
@@ -548,7 +547,7 @@ def _statistic(file: Path, name: str) -> int | None:
 
 
 def _read(file: Path) -> str:
-    """Return the text of a file of the kernel; an empty string if the file does not exist."""
+
     try:
         return file.read_text()
     except OSError:

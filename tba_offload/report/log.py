@@ -128,10 +128,10 @@ class StepRecord:
     Attributes:
         step: Number of the step in the session, counted from 1.
         seconds: Wall-clock time of the ``with session.step()`` block. Without this block, a step lasts from
-            the first forward to the end of the last backward, without optimizers. The GPU's clock measures
-            the time under two conditions: no optimizer runs inside the block, and the run has a run log or an
-            ``auto`` layer. Otherwise, the host's clock measures the time. On a GPU, host time is too short
-            unless the block ends with a call that waits for the device, such as ``loss.item()``.
+            the first forward to the end of the last backward, without optimizers. The time is measured by the
+            GPU's clock if no optimizer runs inside the block, and if the run has a run log or an ``auto``
+            layer. Otherwise, the host's clock measures the time. On a GPU, host time is too short unless the
+            block ends with a call that waits for the device, such as ``loss.item()``.
         optimizer_seconds: Wall-clock time of optimizer steps since the end of the previous step; None without
             an update. On a GPU, this is only the time that the host needed to launch the update or to wait
             for it.
@@ -153,8 +153,8 @@ class StepRecord:
             weights that were read back.
         state_bytes: Growth of memory during optimizer steps. Optimizers allocate their states in the first
             step.
-        sampled_peak_bytes: Highest memory sample if a CPU was too busy to take enough samples for the exact
-            peak. The fields ``activation_peak_bytes`` and ``device_peak_bytes`` are then None.
+        sampled_peak_bytes: Highest memory sample of a step in which a CPU was too busy to take enough
+            samples. In this step, ``activation_peak_bytes`` and ``device_peak_bytes`` are None.
         peak_samples: Number of memory samples on a CPU; None if the allocator itself records the peak.
         peak_source: Method that measured ``activation_peak_bytes``, for example ``"cuda allocator"``.
         base_bytes: Live bytes of the allocator at the start of the step, such as parameters and optimizer
@@ -180,9 +180,8 @@ class StepRecord:
         reread_bytes: Bytes read again after a failed read.
         forwarded_bytes: Bytes that backward took from memory without a read, because the memory was not freed
             yet.
-        deduplicated_bytes: Bytes that were not written, because the same storage was already offloaded.
-        rebuilt_bytes: Bytes of tensors that were neither kept nor written, because backward computed these
-            tensors again.
+        deduplicated_bytes: Bytes that were not written, because their storage was already offloaded.
+        rebuilt_bytes: Bytes of tensors that backward computed again, instead of being kept or written.
         kept_bytes: Bytes that layers with hooks kept in memory: small tensors, tensors of unsupported kinds,
             and tensors with references outside autograd.
         recomputed_scopes: Number of layer runs that backward recomputed.
@@ -313,9 +312,8 @@ class RunLog:
 def counted_steps(log: RunLog) -> list[StepRecord]:
     """Return the steps that count for figures: all steps after the warm-up, except steps without update.
 
-    The first step allocates memory, and the times of the next steps are irregular. In a run of more than six
-    steps, the first three steps are the warm-up. In a run of two to six steps, only the first step is the
-    warm-up.
+    In a run of more than six steps, the first three steps are the warm-up. In a run of two to six steps, only
+    the first step is the warm-up.
     """
     warm_up = 3 if len(log.steps) > 6 else int(len(log.steps) > 1)
     return [step for step in log.steps[warm_up:] if not step.skipped]
@@ -406,8 +404,8 @@ def _valid(validate: Callable[[Any], Any], name: str, values: Mapping[str, objec
 class RunLogWriter(AbstractContextManager["RunLogWriter"]):
     """Writer of a new run log.
 
-    Each line reaches the operating system before :meth:`write` returns. A process that crashes loses at most
-    an incomplete last line. Lines are not synced to the drive, so a power cut may lose the latest lines.
+    A process that crashes loses at most the line that it was writing. A power cut may lose several lines,
+    because lines are not synced to the drive.
 
     A failed write does not stop training. If the drive is full or the file was removed, the writer warns once
     and then writes no more lines.
@@ -470,7 +468,7 @@ class RunLogWriter(AbstractContextManager["RunLogWriter"]):
         try:
             yield
         except OSError as error:
-            message = "%s: the run log cannot be written: %s. Training continues. Free disk space"
+            message = "%s: the run log cannot be written: %s. Training continues. Make room on the disk"
             if not self._has_ended:
                 log_warning(__name__, message, self.path, error.strerror or error)
             self._has_ended = True
@@ -582,7 +580,7 @@ def describe_run(log: RunLog, keep: Prediction | None) -> str | None:
     steps = planned if len(planned) >= _ENOUGH else steps[-_ENOUGH:]
     if keep is not None and keep.seconds > 0:
         ratio = statistics.median(step.seconds for step in timed_steps(steps)) / keep.seconds
-        parts.append(f"step {significant(ratio)} x the predicted step of keep")
+        parts.append(f"step {significant(ratio)} x the predicted step of 'keep'")
     states: Any = [each["written_bytes"] for each in log.others if each["event"] == "states"]
     written = sum(states) + statistics.median(step.offloaded_bytes - step.host_bytes for step in steps)
     if written and log.header.store.get("kind") != "host" and not log.header.writes_to_memory:

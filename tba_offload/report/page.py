@@ -66,7 +66,6 @@ def page(logs: Sequence[RunLog]) -> bytes:
 
 
 def _names(logs: Sequence[RunLog]) -> list[str]:
-    """Return a short name for each run. Runs with equal strategies get the file name too."""
     names = [visible(log.header.strategy) for log in logs]
     if len(set(names)) == len(logs):
         return names
@@ -74,7 +73,6 @@ def _names(logs: Sequence[RunLog]) -> list[str]:
 
 
 def _comparison(logs: Sequence[RunLog]) -> tuple[dict[str, str] | None, list[Table | str]]:
-    """Return the ROK curve of several runs, the table of points, and comparisons of the runs."""
     try:
         points = rok.points_of(logs)
     except RunLogError as error:  # for example, a run without tokens
@@ -85,7 +83,6 @@ def _comparison(logs: Sequence[RunLog]) -> tuple[dict[str, str] | None, list[Tab
 
 
 def _run(log: RunLog, name: str, timeline: list[TimelineEvent], ends: Sequence[float]) -> dict[str, Any]:
-    """Return the values that the template shows for one run."""
     says = "Timeline of one step. All runs on this page have the same axes."
     return {
         "name": name,
@@ -99,7 +96,6 @@ def _run(log: RunLog, name: str, timeline: list[TimelineEvent], ends: Sequence[f
 
 
 def _layers(log: RunLog) -> Table | None:
-    """Return a table of layers: placement in the policy, placement in the last step, and the reason."""
     last = log.events(MemoryEvent)[-1:]
     now = dict(zip(last[0].names, last[0].placements, strict=True)) if last else {}
     placed: Any = log.header.plan

@@ -97,9 +97,9 @@ class PlanReport:
         what = layers_by_placement(self.names, placements)
         peak, keep = readable_size(step.activation_peak), readable_size(self.keep_peak_bytes)
         if not step.fits:
-            larger = "Set a budget" if self.beside_bytes is None else "Use a device"
+            limit = "budget" if self.beside_bytes is None else "device"
             more = readable_size(step.peak_bytes + (self.beside_bytes or 0))
-            return f"{larger} larger than {more}: the lowest peak found is {peak} ({what})."
+            return f"The {limit} must be larger than {more}: the lowest peak found is {peak} ({what})."
         if all(placement == "keep" for placement in placements):
             if step.budget_bytes is not None:
                 budget = readable_size(step.budget_bytes)
@@ -108,11 +108,11 @@ class PlanReport:
                 f"Keep all layers (peak {peak}): no plan frees much memory without a longer step. "
                 "For the fastest plan with less memory, pass --budget SIZE."
             )
-        speed = f"step {significant(step.seconds)} s (keep: unknown, because the run kept no layer)"
+        speed = f"step {significant(step.seconds)} s ('keep': unknown, because the run kept no layer)"
         if self.keep_seconds:
-            speed = f"step {step.seconds / self.keep_seconds:.2f} x keep"
+            speed = f"step {step.seconds / self.keep_seconds:.2f} x 'keep'"
         use = f"Use {policy_file}" if policy_file else "Write this plan with -o policy.yaml"
-        return f"{use}: {what}. Peak {peak} (keep: {keep}), {speed}."
+        return f"{use}: {what}. The predicted peak is {peak} ('keep': {keep}), {speed}."
 
 
 _FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {

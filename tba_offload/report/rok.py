@@ -124,10 +124,10 @@ def points_of(logs: Sequence[RunLog], *, memory: Memory = "activations") -> list
     """Return one point for each run log, as :func:`points` does."""
     counted = [counted_steps(log) for log in logs]
     if empty := [log for log, steps in zip(logs, counted, strict=True) if not steps]:
-        what = f"{', '.join(str(log.path) for log in empty)}: the run has no step after the warm-up"
+        what = f"{', '.join(str(log.path) for log in empty)}: no steps after the warm-up"
         if len(empty) == len(logs):
             raise RunLogError(f"{what}. Train more steps")
-        log_warning(__name__, "%s, so the curve has no point for it. Train more steps", what)
+        log_warning(__name__, "%s, so the curve has no point for this run. Train more steps", what)
         return points_of([log for log in logs if log not in empty], memory=memory)
     for unit, work in _WORK.items():
         if all(getattr(step, work) for steps in counted for step in steps):
@@ -148,7 +148,6 @@ def _sequence(header: RunHeader) -> int | None:
 def _point(
     log: RunLog, steps: Sequence[StepRecord], memory: Memory, unit: Unit, *, sequence_varies: bool
 ) -> RokPoint:
-    """Return the point of a run, with the largest peak and the median time."""
     peaks = {name: max(getattr(step, name) or 0 for step in steps) or None for name in _PEAKS.values()}
     if peaks[_PEAKS[memory]] is None:
         raise RunLogError(
@@ -224,7 +223,7 @@ def table(points: Sequence[RokPoint]) -> Table:
     sources = " / ".join(dict.fromkeys(each.peak_source or "not stated" for each in points))
     caption = (
         f"Peak: largest peak of the counted steps, measured by {sources}. Step: median time with update. "
-        "Throughput: FLOPs or tokens divided by the median time. FLOPs of recomputation do not count."
+        "Throughput: FLOPs (without recomputation) or tokens of a step, divided by the median step time."
     )
     return Table(list(columns), rows, right=columns.keys() - {"Strategy", "Run"}, caption=caption)
 

@@ -203,7 +203,7 @@ _BINS, _MOST_POINTS = 120, 400
 _PARTS: dict[str, tuple[str, Callable[[Moment], int]]] = {
     "being written": (COLOURS[1], lambda point: max(point.in_flight - point.read_ahead, 0)),
     "prefetched": (COLOURS[2], lambda point: point.read_ahead),
-    "used by backward, or refused by a drive": (COLOURS[4], lambda point: point.settled),
+    "used by backward, or write failed": (COLOURS[4], lambda point: point.settled),
     "kept by layers": (COLOURS[3], lambda point: point.left),
 }
 """Parts of live bytes that the timeline draws, with their colours, from bottom to top of the stack."""
@@ -218,10 +218,7 @@ def ends_of(timeline: TimelineEvent) -> tuple[float, ...]:
 
 
 def _rates(timeline: TimelineEvent) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Return the written and the read bytes per second of each drive in each time bin.
-
-    The bytes of a call are spread evenly over the time of the call.
-    """
+    """Return the written and the read bytes per second of each drive in each time bin."""
     import numpy as np
 
     edges = np.linspace(0, timeline.seconds or 1.0, _BINS + 1)

@@ -33,7 +33,7 @@ HOLDERS = {
     "others": "other memory in use between steps, for example other models",
     "kept": "activations that layers keep in memory",
     "in_flight": "activations in flight (being written or prefetched)",
-    "settled": "activations in use by backward, or refused by a drive",
+    "settled": "activations that backward is using, or whose write failed",
     "small": "small activations, and activations that the program also references",
     "inputs": "inputs of recomputed layers",
     "outputs": "memory that offloaded layers did not free",
@@ -51,7 +51,7 @@ _PHASES = {
     "embeddings": ("outside", "modules before {}, in forward or backward", "embeddings and their gradients"),
     "between": ("after backward", "the time after a backward pass", "working memory after backward"),
     "update": ("update", "the optimizer's update", "working memory of the optimizer"),
-    "step": ("step", "a phase that the log does not record", "not recorded"),
+    "step": ("step", "a phase that is not in the run log", "not recorded"),
 }
 """Name and description of each phase, and the name of working memory in this phase."""
 
@@ -309,7 +309,7 @@ def _held(peak: PhasePeak, lasting: Mapping[str, int]) -> dict[str, int]:
 def _window(seen: Diagnosis, _: MemoryEvent) -> Iterator[Cause]:
     wanted = max(seen.saved_bytes >> 23, 1)
     most, saved = readable_size(seen.step.in_flight_peak_bytes), readable_size(seen.saved_bytes)
-    what = f"{most} of the {saved} that layers save are in flight at one time: the in-flight window is large"
+    what = f"the in-flight window is large: {most} of the {saved} that layers save are in flight at one time"
     change = f"set budget.in_flight_bytes: {wanted}MiB, an eighth of the bytes that a step saves"
     yield "window", lambda phase: phase.of("in_flight") - (wanted << 20), what, change
 
@@ -338,7 +338,7 @@ def _held_elsewhere(seen: Diagnosis, _: MemoryEvent) -> Iterator[Cause]:
 def _known_elsewhere(seen: Diagnosis) -> int:
     """Return the bytes that references outside autograd keep in memory.
 
-    The first step writes these tensors without freeing memory. Later steps do not write these tensors.
+    Only the first step writes these bytes, without freeing memory.
     """
     return max(step.held_bytes for step in seen.log.steps)
 
@@ -366,8 +366,8 @@ def _placements(seen: Diagnosis, memory: MemoryEvent) -> Iterator[Cause]:
     again = [name for name, word in placed if word == "recompute"]
     for holder, names, better in (("kept", kept, "offload"), ("inputs", again, "recompute-offload")):
         if names and not seen.step.left_alone_scopes:
-            how = "keep their activations" if holder == "kept" else "are recomputed and keep inputs in memory"
-            what = f"{len(names)} of {len(placed)} layers {how}: {readable_size(seen.most(holder))}"
+            held = f"{readable_size(seen.most(holder))} of {'activations' if holder == 'kept' else 'inputs'}"
+            what = f"{len(names)} of {len(placed)} layers keep {held} in memory"
             change = _change_of_plan(seen, names, better)
             yield "placements", _but_one_layer(holder, len(names)), what, change
     others = _known_elsewhere(seen) + seen.step.fallback_kept_bytes
@@ -380,7 +380,7 @@ def _but_one_layer(holder: str, layers: int) -> Callable[[Phase], int]:
 
 
 def _change_of_plan(seen: Diagnosis, names: list[str], better: str) -> str:
-    """Return a text that tells how to give layers another placement, in the policy or by a budget."""
+    """Return how to give layers another placement: in the policy, or by a budget for ``auto`` layers."""
     entries, budget = [seen.log.header.plan.get(name) for name in names], seen.step.activation_budget_bytes
     if not all(isinstance(entry, dict) and entry.get("placement") == "auto" for entry in entries):
         return f"set the placement of these layers to {better}"
@@ -402,7 +402,7 @@ def _loss(seen: Diagnosis, memory: MemoryEvent) -> Iterator[Cause]:
         is_of_loss = phase.name in {"loss", "between"}
         return (phase.of("running") - spared) * (chunks - 1) // chunks if is_of_loss else 0
 
-    what = f"logits and loss take {readable_size(seen.most('running', 'loss', 'between'))} after the layers"
+    what = f"logits and loss need {readable_size(seen.most('running', 'loss', 'between'))} of memory"
     change = f"compute the loss in {chunks} chunks of tokens, or with a fused linear cross-entropy"
     yield "logits and loss", chunked, what, change
 

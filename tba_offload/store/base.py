@@ -66,8 +66,8 @@ def round_up(nbytes: int, multiple: int) -> int:
 class Store(ABC):
     """Base class of stores, which keep bytes in a file on one drive, in host memory, or elsewhere.
 
-    A subclass implements :meth:`write` and :meth:`read`. I/O threads call both methods. Several calls may run
-    at the same time, for different extents. After a :class:`tba_offload.errors.StoreFullError`,
+    A subclass implements :meth:`write` and :meth:`read`. I/O threads call both methods, several at the same
+    time. During a write, no other call uses the extent. After a :class:`tba_offload.errors.StoreFullError`,
     :class:`tba_offload.store.multi.MultiStore` does not let the store grow for a while. If a write raises any
     other ``OSError`` or a ``MemoryError``, the store gets no writes for a while. Other exceptions are treated
     as errors of the program.

@@ -1,8 +1,4 @@
-"""Check of directories for a store.
-
-The check reports the I/O path to each directory, the reason for this path, the speed of the path, and
-possible improvements.
-"""
+"""Check of directories for a store: the I/O path, the reason for this path, its speed, and improvements."""
 
 from __future__ import annotations
 
@@ -109,7 +105,7 @@ def measure(
 
 _DOUBTS = {
     posix.MEMORY: "offloaded bytes still use memory",
-    posix.NETWORK: "files may stay on the server after a process was killed, and a full server may lose data",
+    posix.NETWORK: "files of a killed process may stay on the server, and a full server may lose data",
 }
 
 

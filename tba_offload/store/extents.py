@@ -77,7 +77,7 @@ class Extents:
         before = self._free[index - 1] if index else (-1, -1)
         after = self._free[index] if index < len(self._free) else (_ENDLESS, _ENDLESS)
         if before[1] > start or after[0] < end:
-            raise ValueError(f"{extent} is not reserved, so it cannot be released")
+            raise ValueError(f"{extent} is not reserved and cannot be released")
         self.used -= extent.length
         first, last = index - (before[1] == start), index + (after[0] == end)
         joined = (before[0] if first < index else start, after[1] if last > index else end)

@@ -4,8 +4,8 @@ Direct I/O needs addresses, offsets and lengths that are multiples of the drive'
 memory on the CPU to 64 bytes only. A write without a copy therefore starts at the storage's address rounded
 down to a block, and ends at the storage's end address rounded up to a block. The additional bytes are in
 mapped memory, because a block is no larger than a page. The ``lead`` of an extent is the distance from the
-start of the write to the payload. A read without a copy is possible if the target has the same lead, and if
-the target's storage contains the whole first and last block.
+start of the write to the payload. A read without a copy is possible if the target's address has this distance
+from a block, and if the target's storage contains the whole first and last block.
 
 Bytes are copied through a staging slab in three cases: the bytes are on a GPU, the target of a read has
 another lead, or the file system is neither ext4 nor XFS. Other file systems may compute checksums of blocks
@@ -150,8 +150,8 @@ class FileStore(Store):
         """Split an extent into pieces that fit into a staging slab. Each running transfer has its own slab.
 
         Yields:
-            The bytes of the piece in the slab, the same bytes in memory, and the address, length and file
-            offset of the I/O call.
+            A slice of the slab, the matching slice of ``memory``, and the address, length and file offset of
+            the I/O call.
         """
         try:
             slab = self._slabs.pop()
@@ -168,7 +168,7 @@ class FileStore(Store):
             self._slabs.append(slab)
 
     def _move(self, verb: str, call: posix.Call, address: int, nbytes: int, offset: int) -> None:
-        """Repeat a system call until all bytes have moved."""
+        """Repeat a system call until all bytes were moved."""
         done = 0
         try:
             while done < nbytes:
@@ -263,7 +263,7 @@ class FileStore(Store):
             named.callback(path.unlink)
             opened.callback(self.close)
             if (mode := os.fstat(self.fd).st_mode & 0o777) & 0o077:
-                what = f"other users may read the file of the store, because a new file has mode {mode:04o}"
+                what = f"other users may read the store: new files in this directory have mode {mode:04o}"
                 remedy = "choose a directory on another drive, or mount this drive with umask=077"
                 raise StoreError(errno.EPERM, f"{what}; {remedy}", self.name)
             self.mount = posix.mount_of(f"/proc/self/fd/{self.fd}")
@@ -302,12 +302,12 @@ class FileStore(Store):
 def existing_directory(name: str) -> Path:
     """Return the absolute path of a directory, without symbolic links.
 
-    A link of another user, in a directory that everybody may write to, may lead to a directory of that user.
-    A missing directory is not created, because the path may be misspelled, or the drive may not be mounted.
-    Without the drive, the files would fill the system's disk.
+    A missing directory is not created, because its drive may not be mounted. Files would then fill the
+    system's disk.
 
     Raises:
-        StoreError: The directory does not exist, cannot be reached, or is reached by a link of another user.
+        StoreError: The directory does not exist or cannot be reached, or its path has a symbolic link of
+            another user in a directory that everybody may write to.
     """
     here = Path(name).expanduser().absolute()
     for _ in range(_MOST_LINKS):

@@ -47,9 +47,9 @@ UDEV = Path("/run/udev")
 class GdsStore(FileStore):
     """A store in one unlinked file that cuFile writes and reads.
 
-    When the store is opened, one block is written and read back. This test has two reasons. cuFile may accept
-    a file but refuse transfers. The first transfer allocates memory, which must not happen inside a step.
-    Checksums are computed on the device.
+    When the store is opened, one block is written and read back, because cuFile may accept a file but refuse
+    transfers. The first transfer also allocates memory, which must not happen inside a step. Checksums are
+    computed on the device.
 
     Args:
         directory: The directory in which to create the file.
@@ -89,7 +89,7 @@ class GdsStore(FileStore):
         self._move("write", self._cufile.write, block.data_ptr(), BLOCK, 0)
         self._move("read", self._cufile.read, back.data_ptr(), BLOCK, 0)
         if not torch.equal(block, back):
-            raise self._refused("a test block was read back with other bytes")
+            raise self._refused("the bytes of a test block changed between write and read")
         if not kvikio.cufile_driver.get("is_gds_available"):
             self.path = "cuFile compatibility"
             self.reason = "the nvidia-fs driver is not loaded, so bytes are copied through host memory"

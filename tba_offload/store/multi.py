@@ -111,7 +111,7 @@ class MultiStore:
     def write(self, transfers: Sequence[Transfer]) -> None:
         """Queue writes. I/O threads reserve an extent for each write that has no extent.
 
-        If no drive accepts a write, the write fails immediately.
+        If neither a drive nor host memory accepts a write, the write fails immediately.
 
         Raises:
             SessionError: The store is closed, or this is a forked child.
@@ -128,7 +128,7 @@ class MultiStore:
 
     def _queue(self, transfers: Sequence[Transfer], *, writes: bool) -> None:
         if self._unusable:
-            raise SessionError(f"the store of kind {self.kind} {self._unusable}")
+            raise SessionError(f"the store of kind {self.kind} cannot be used: {self._unusable}")
         batches: dict[Place, list[Transfer]] = {}
         with self._lock:
             for transfer in transfers:
@@ -187,7 +187,7 @@ class MultiStore:
         self._finish(transfer, error)
 
     def _finish(self, transfer: Transfer, error: StoreError | None) -> None:
-        """Publish the result of a transfer."""
+
         transfer.error = error
         if self.completed is not None:
             self.completed.append(transfer)
@@ -223,10 +223,10 @@ class MultiStore:
                 transfer.wait(TICK)
         if not transfer.wait(limit * WARN_AFTER):
             place = self._places[transfer.drive]
-            what = f"{'write to' if transfer.is_write else 'read from'} {place.store.name} made no progress"
-            warn(f"a {what} for {limit * WARN_AFTER:g} s ({transfer.nbytes} bytes)", RuntimeWarning)
+            what = f"{transfer.nbytes} bytes {'to' if transfer.is_write else 'from'} {place.store.name}"
+            warn(f"a transfer of {what} made no progress for {limit * WARN_AFTER:g} s", RuntimeWarning)
             if not transfer.wait(limit * (1 - WARN_AFTER)):
-                hanging = _hanging(f"a {what} for {limit:g} s ({transfer.nbytes} bytes)")
+                hanging = _hanging(f"a transfer of {what} made no progress for {limit:g} s")
                 with self._lock:
                     self._leave_alone(place, hanging)
                 raise hanging
@@ -263,17 +263,17 @@ class MultiStore:
         return Tier(*map(sum, zip(*loads, strict=True)))
 
     def _refusal(self, nbytes: int) -> StoreError:
-        """Return the error of a write that neither a drive nor host memory accepts."""
+
         reasons = "; ".join(
             f"{place.store.name}: {place.cause or f'{place.extents.used} of {place.limit} bytes are taken'}"
             for place in self._places
         )
         if all(place.cause is not None for place in self._places):
-            return OutOfServiceError(errno.EIO, f"all drives failed: {reasons}. They are tried again later")
+            return OutOfServiceError(errno.EIO, f"all drives failed, and are tried again later: {reasons}")
         return StoreFullError(errno.ENOSPC, f"no room for {nbytes} bytes: {reasons}")
 
     def _remove(self, transfer: Transfer) -> None:
-        """Remove a transfer that has ended or that will never run."""
+
         place, extent = self._places[transfer.drive], transfer.extent
         self._transfers.remove(transfer)
         if transfer.is_write:
@@ -410,18 +410,18 @@ class MultiStore:
         if self._unusable:
             return
         hanging = self._settle()
-        self._unusable = "is closed"
+        self._unusable = "the store is closed"
         _open_stores.discard(self)
         with ExitStack() as stack:
             for place in self._places:
                 stack.callback(place.close)
         if hanging:
-            raise _hanging(f"no answer from {hanging}. Threads, memory and files stay until the process ends")
+            raise _hanging(f"no answer from {hanging}, so memory and files stay until the process ends")
 
     def abandon(self) -> None:
         """Make the store unusable in a forked child, and close the child's descriptors."""
         self._unusable = (
-            "was opened before this process was forked. Only the parent process can use the store"
+            "the store was opened before this process was forked. Only the parent process can use the store"
         )
         for place in self._places:
             place.store.abandon()
@@ -456,8 +456,8 @@ def _check_still_there(memory: ByteRange) -> None:
     storage = memory.storage
     if storage.nbytes() < memory.start + memory.nbytes or storage.data_ptr() + memory.start != memory.address:
         raise StoreError(
-            f"the memory of a saved tensor ({memory.nbytes} bytes) was freed or moved before its transfer, "
-            "because the program resized its storage. Set the placement of the layer to 'keep'"
+            f"the memory of a saved tensor ({memory.nbytes} bytes) was freed or moved before its transfer: "
+            "the program resized the tensor's storage. Set the placement of the layer to 'keep'"
         )
 
 
@@ -487,14 +487,14 @@ def _hanging(what: str) -> HangingError:
 
 
 def _store_error(failure: BaseException, what: str) -> StoreError:
-    """Return an exception of an I/O thread as a store's error, without references to frames or memory."""
+    """Return a :class:`StoreError` for an exception of an I/O thread, without references to frames."""
     if isinstance(failure, StoreError):
         error = failure
     elif isinstance(failure, torch.AcceleratorError):  # perhaps of work long before
         error = DeviceError(
-            f"could not {what}, because the device failed: {failure}. No drive is at fault: an operation of "
-            "the program failed on the device earlier. With CUDA_LAUNCH_BLOCKING=1, the failed operation "
-            "raises the error"
+            f"could not {what}, because the device failed: {failure}. No drive is at fault: an earlier "
+            "operation of the program failed on the device. To find this operation, set "
+            "CUDA_LAUNCH_BLOCKING=1"
         )
     else:
         number = errno.ENOMEM if isinstance(failure, MemoryError) else getattr(failure, "errno", None)

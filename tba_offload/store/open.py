@@ -52,7 +52,7 @@ def open_store(config: StoreConfig | None = None, *, device: Device, **settings:
     config = replace(config, readers=readers, writers=writers)
     if not config.directories and config.kind != "host":
         config = replace(config, directories=(Path(temporary_directory()),))
-    with ExitStack() as stack:  # if a place cannot be opened, the places before it are closed again
+    with ExitStack() as stack:  # if one store cannot be opened, the other stores are closed
         places = [stack.enter_context(closing(place)) for place in _places(config, device)]
         if config.host_capacity and config.order != ("drive", "host"):
             places.insert(0, places.pop())  # opened last, because drives need pinned memory more
@@ -76,7 +76,7 @@ def _places(config: StoreConfig, device: Device) -> Iterator[Store]:
 
 
 def _open_drive(directory: str, config: StoreConfig, device: Device) -> Store:
-    """Return the store on one drive. If cuFile cannot use the directory, ``auto`` means ``file``."""
+    """Return the store on one drive: for ``auto``, a file if cuFile cannot use the directory."""
     share = None if config.capacity is None else config.capacity // len(config.directories)
     settings: dict[str, Any] = {"device": device, "capacity": share, "checksum": config.checksum}
     why = None  # a file may already be the best path
@@ -108,9 +108,9 @@ def temporary_directory() -> str:
     found = tempfile.gettempdir()
     named = os.environ.get("TMPDIR") or os.environ.get("TEMP") or os.environ.get("TMP")
     if named and not os.access(named, os.W_OK | os.X_OK):
-        why = "is not writable" if Path(named).exists() else "does not exist"
+        why = "is not writable" if Path(named).exists() else "is missing"
         remedy = f"Create a writable directory (mkdir -p {shlex.quote(named)}), or set store.directories"
-        warn(f"TMPDIR names {named!r}, which {why}, so the store uses {found}. {remedy}")
+        warn(f"the store uses {found}, because the directory in TMPDIR ({named!r}) {why}. {remedy}")
     return found
 
 
@@ -134,7 +134,7 @@ def register_kind(kind: str, opener: Opener) -> None:
     """Register a kind of store under a name for ``store.kind`` of a policy.
 
     Args:
-        kind: The name.
+        kind: Name of the kind.
         opener: Function that returns a new :class:`tba_offload.store.base.Store`, which the session closes.
             The first argument is a :class:`tba_offload.StoreConfig`, with directories and numbers of threads.
             The keyword argument ``device`` is the :class:`tba_offload.device.Device` of the activations.
@@ -149,6 +149,6 @@ def register_kind(kind: str, opener: Opener) -> None:
 
 
 def unregister_kind(kind: str) -> None:
-    """Undo :func:`register_kind`. For a kind of the package itself, do nothing."""
+    """Undo :func:`register_kind`. Kinds of tba-offload itself stay registered."""
     if _openers.pop(kind, None) is not None:
         KINDS.remove(kind)

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from tba_offload.store.base import Extent, Store
 
 TICK = 1.0
-"""A wait for a drive is measured in periods of this length in seconds. The clock continues while a process is
-stopped, for example by a batch system that suspends the job. The wait then counts at most one period of the
-stopped time.
+"""Length in seconds of the periods in which a wait for a drive is measured.
+
+If a batch system suspends the process during a wait, at most one period of this time counts as waiting.
 """
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 600.0
@@ -68,7 +68,7 @@ class Transfer:
         nbytes: Size of the memory in bytes.
         is_write: Whether the transfer is a write; set when the transfer is queued.
         drive: Index of the drive in the store; set when the transfer is queued.
-        error: The exception of a failed transfer; ``None`` before the end and after success.
+        error: The exception of a failed transfer; ``None`` if the transfer has not failed.
         is_done: Whether the transfer has ended, failed or been cancelled.
         is_cancelled: Whether the transfer was cancelled before it started.
     """
@@ -184,7 +184,7 @@ class Place:
                 transfer = batch.pop(0)
                 if transfer.claim():  # otherwise the transfer was cancelled
                     self._run(transfer)
-                del transfer  # otherwise the memory would not be freed until the next transfer comes
+                del transfer  # otherwise the memory would not be freed before the next transfer
 
     def close(self) -> None:
         """End the threads and close the store.
@@ -230,7 +230,7 @@ class Place:
         return extent
 
     def found_full(self) -> None:
-        """Record that the store could not grow. The store then does not grow for a while."""
+        """Do not let the store grow for a while, because the drive is full."""
         self._full_until = time.monotonic() + FIRST_PAUSE
 
     def grow(self, end: int) -> None:
@@ -298,7 +298,7 @@ class Place:
 
 
 class Meter:
-    """Counter of the bytes of transfers in one direction, and of the time during which a transfer runs."""
+    """Counter of the bytes of transfers in one direction, and of the time in which transfers run."""
 
     def __init__(self) -> None:
         self._moving, self._since = 0, 0.0

@@ -47,12 +47,10 @@ def pread(fd: int, address: int, nbytes: int, offset: int) -> int:
 
 
 def fallocate(fd: int, offset: int, nbytes: int) -> None:
-    """Allocate blocks of a file.
+    """Allocate blocks of a file without changing its contents.
 
-    If the range ends after the end of the file, the file grows. The contents of the file do not change.
-
-    ``os.posix_fallocate`` is not used, because this function writes zeros on file systems that cannot
-    allocate blocks.
+    The file grows if the range ends after the end of the file. ``os.posix_fallocate`` is not used, because
+    this function writes zeros on file systems that cannot allocate blocks.
 
     Raises:
         OSError: The call failed. ``EOPNOTSUPP`` means that the file system does not support the call.

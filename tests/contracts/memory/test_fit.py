@@ -139,5 +139,5 @@ def test_each_step_fits_and_the_bits_are_the_same(
     told = [record.getMessage() for record in caplog.records]
     assert any(line.startswith(f"plan after step {LEARNING}: ") for line in told)
     assert any(
-        line.startswith("activation peak ") and "x the predicted step of keep" in line for line in told
+        line.startswith("activation peak ") and "x the predicted step of 'keep'" in line for line in told
     )

@@ -72,8 +72,8 @@ def test_a_run_without_steps_is_left_out_and_named(tmp_path: Path, caplog: pytes
     empty, run = save(tmp_path / "empty.jsonl", []), save(tmp_path / "run.jsonl", [1.0])
     assert rok.points([empty, run]) == rok.points([run])
     (told,) = caplog.messages
-    assert "empty.jsonl: the run has no step after the warm-up, so the curve has no point" in told
-    with pytest.raises(RunLogError, match=r"empty\.jsonl: the run has no step after the warm-up"):
+    assert "empty.jsonl: no steps after the warm-up, so the curve has no point" in told
+    with pytest.raises(RunLogError, match=r"empty\.jsonl: no steps after the warm-up"):
         rok.points([empty])
 
 

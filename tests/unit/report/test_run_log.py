@@ -154,7 +154,7 @@ def test_a_log_that_cannot_be_written_is_told_once_and_ends(
         log.note("news", {})
     (record,) = caplog.records
     assert "run.jsonl: the run log cannot be written: " in record.getMessage()
-    assert "Training continues. Free disk space" in record.getMessage()
+    assert "Training continues. Make room on the disk" in record.getMessage()
     if cause == "full":
         assert read_run_log(path).steps == (RECORD,)
 

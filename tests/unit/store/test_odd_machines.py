@@ -100,7 +100,7 @@ def test_a_missing_directory_for_temporary_files_is_told(
     monkeypatch.setenv("TMP", str(tmp_path))
     model = blocks()
     with (
-        pytest.warns(UserWarning, match="TMPDIR names .*scratch', which does not exist, so the store uses"),
+        pytest.warns(UserWarning, match=r"the store uses .*TMPDIR \('.*scratch'\) is missing"),
         tba.attach(model, {"default": "offload"}) as session,
     ):
         step(session, model, 8)
