@@ -33,7 +33,7 @@ def _flops(text: str) -> float:
 @click.option("--dtype", type=_DTYPES, default="bf16", show_default=True, help="Data type of the model.")
 @click.option("--lora", type=COUNT, metavar="RANK", help="Train only LoRA matrices of this rank.")
 @click.option("--base-bits", type=click.Choice(["4", "8"]), help="Bits of a frozen weight. Needs --lora.")
-@click.option("--flops", type=_flops, metavar="FLOPS", required=True, help="Training speed, such as 400T/s.")
+@click.option("--flops", type=_flops, metavar="FLOPS", required=True, help="FLOP/s in training, e.g. 400T.")
 @rates
 @click.option("--device-bytes", type=size, help="Memory of the device, such as 80GiB.")
 @click.option("--host-capacity", type=size, help="Host memory to fill before the drives.")

@@ -318,7 +318,7 @@ def _store(seen: Diagnosis, _: MemoryEvent) -> Iterator[Cause]:
     refused, written = seen.step.fallback_kept_bytes, seen.step.offloaded_bytes
     by = "drives are full or failed" if seen.step.drives_out_of_service else "the store is full or too slow"
     what = f"{readable_size(refused)} of offloaded activations stayed in memory, because {by}"
-    change = "free space in store.directories, add a drive, or raise store.capacity"
+    change = "make room in store.directories, add a drive, or raise store.capacity"
     yield "store", lambda phase: min(phase.of("settled", "small"), refused), what, change
     what = f"the store is in memory, so writing {readable_size(written)} per step frees nothing"
     change = "set store.directories to directories on a drive (check each with `tba-offload doctor DIR`)"

@@ -179,10 +179,10 @@ class FileStore(Store):
                     break
                 done += moved
         except OSError as error:
-            what = f"{verb} of {nbytes} bytes at offset {offset} failed"
+            what = f"the {verb} of {nbytes} bytes at offset {offset} failed"
             raise store_error(what, error, self.name) from error
         if done != nbytes:
-            what = f"{verb} of {nbytes} bytes at offset {offset} stopped after {done} bytes"
+            what = f"the {verb} of {nbytes} bytes at offset {offset} stopped after {done} bytes"
             why = "the drive or the file system is failing, or another process truncated the file"
             raise ShortTransferError(errno.EIO, f"{what}: {why}; check the system log", self.name)
 

@@ -108,9 +108,9 @@ def temporary_directory() -> str:
     found = tempfile.gettempdir()
     named = os.environ.get("TMPDIR") or os.environ.get("TEMP") or os.environ.get("TMP")
     if named and not os.access(named, os.W_OK | os.X_OK):
-        why = "is not writable" if Path(named).exists() else "is missing"
+        why = "not writable" if Path(named).exists() else "missing"
         remedy = f"Create a writable directory (mkdir -p {shlex.quote(named)}), or set store.directories"
-        warn(f"the store uses {found}, because the directory in TMPDIR ({named!r}) {why}. {remedy}")
+        warn(f"the store uses {found}, because the directory in TMPDIR ({named!r}) is {why}. {remedy}")
     return found
 
 
