@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Gradients:
-    """The gradients of a model. Each gradient is counted when backward creates the gradient.
+    """Counter of a model's gradients. Each gradient is counted when backward creates the gradient.
 
     Args:
         modules: The model or its chunks.
@@ -37,8 +37,7 @@ class Gradients:
         was_dropped: Whether the program dropped a gradient in this step before a later backward pass created
             the gradient again. The values that the step had accumulated are then lost.
         watched: The hook of each parameter, by the ``id()`` of the parameter.
-        born: The entries of ``watched`` whose parameter got a gradient in this step. Parameters whose
-            gradient a hook removed are left out.
+        born: The entries of ``watched`` whose parameter has got a gradient in this step.
     """
 
     def __init__(
@@ -110,8 +109,6 @@ class Gradients:
         """Update the list of this step's gradients at the end of a backward pass.
 
         Hooks of data parallelism may remove gradients in backward, or replace gradients by views of a bucket.
-        If a hook has removed a gradient, the list loses the gradient. If a hook has replaced a gradient, the
-        list gets the new gradient.
         """
         first = next(iter(self.born.values()), None)
         if first is not None and first.own() is None:  # if one gradient is updated, usually all others are
@@ -129,7 +126,6 @@ class Gradients:
 
 
 def _accumulated(own: weakref.ref[Gradients], parameter: torch.Tensor) -> None:
-    """Count a gradient that backward has just stored in its parameter."""
     gradients, gradient, key = own(), parameter.grad, id(parameter)
     if gradients is None or gradient is None:  # an earlier hook removed the gradient, as Megatron's does
         return
@@ -152,9 +148,8 @@ def _is_trained(parameter: torch.Tensor) -> bool:
 class Watched:
     """The hook of one parameter, and the last gradient of the parameter.
 
-    The references to the parameter and to its gradient are weak. The hook also refers to :class:`Gradients`
-    weakly. With a strong reference, :class:`Gradients` would never be freed, because the garbage collector
-    does not see PyTorch's reference to the hook.
+    All references are weak. The garbage collector does not see PyTorch's reference to the hook, so a strong
+    reference from the hook would keep :class:`Gradients` alive forever.
     """
 
     __slots__ = "gradient", "gradient_version", "handle", "parameter", "parameter_version"

@@ -1,18 +1,14 @@
 """Saved-tensor hooks: ``pack`` keeps or offloads a saved tensor, ``unpack`` returns the tensor to backward.
 
-A session has one :class:`Capture`. Each run of an offloaded layer pushes the hooks of its own
-:class:`LayerHooks`.
+A session has one :class:`Capture`. Each run of an offloaded layer pushes its own :class:`LayerHooks`.
 
-``pack`` returns a :class:`Kept` or a :class:`Packed`, and never the saved tensor itself. Some operations save
-their own output. If ``pack`` returned this output and backward never ran, the output would never be freed.
+``pack`` never returns the saved tensor itself. Some operations save their own output. If ``pack`` returned
+this output and backward never ran, the output would never be freed.
 
-An operation saves its inputs before its kernel runs, and the kernel may still write to an input. For example,
-the kernel of ``rrelu`` fills a noise tensor that was already saved. The noise tensor does not require a
-gradient. The bytes of a tensor that does not require a gradient are therefore read only after the operation
-that saved the tensor has ended. An operation creates its autograd node before it saves tensors. So a higher
-node number means that the next operation has started, and that the last operation has ended. A tensor that
-requires a gradient is complete when it is saved, because an output gets its node after the kernel has run. A
-later write in place raises the version of the output.
+The bytes of a saved tensor that does not require a gradient are read only after the operation that saved the
+tensor has ended. Some kernels still write to a saved input, for example the noise tensor of ``rrelu``. An
+operation creates its autograd node before it saves tensors. A higher node number therefore means that the
+last operation has ended. A tensor that requires a gradient is complete when autograd saves the tensor.
 """
 
 from __future__ import annotations
@@ -43,8 +39,7 @@ SPARSE = 4
 RELEARN_AFTER = 32
 """Number of steps between two resets of :attr:`Capture.learned`.
 
-After a reset of ``learned``, the session again offloads activations that another reference kept in memory.
-The session then learns which activations still have another reference.
+After a reset, the session learns again which activations another reference keeps in memory.
 """
 
 
@@ -170,7 +165,7 @@ class Capture:
     # ---- unpack ----------------------------------------------------------------------------------
 
     def unpack(self, packed: Kept | Packed) -> Tensor:
-        """Return the saved tensor with the same bytes and the same view.
+        """Return the saved tensor, with its original bytes and view.
 
         Raises:
             SavedTensorModifiedError: The tensor was changed in place after it was saved.
@@ -203,7 +198,6 @@ class Capture:
         return tensor
 
     def _spread_out(self, dense: UntypedStorage, packed: Any, start: int = 0) -> Tensor:
-        """Rebuild a saved tensor, with its original strides, from its dense copy."""
         room = views.spread_out(dense, start, packed.view, packed.address, self.offloader.device)
         return views.restore(room.storage, (*packed.view[:3], 0), packed.probe, room.start)
 
@@ -220,8 +214,8 @@ class Capture:
         """Start a new trace. Every :data:`RELEARN_AFTER` steps, clear :attr:`learned`.
 
         Args:
-            look_at_memory: Function that takes a sample of memory. The function is called when a storage is
-                saved and when backward uses a saved tensor. ``None`` if the memory meter takes no samples.
+            look_at_memory: Function that samples memory when a storage is saved and when backward uses a
+                saved tensor. ``None`` if the memory meter takes no samples.
         """
         self._step += 1
         if self._step % RELEARN_AFTER == 0:
@@ -233,12 +227,11 @@ class Capture:
     def end_step(self, *, failed: bool, is_broken: bool) -> None:
         """Forget which storages were saved or kept in this step.
 
-        Saved storages that autograd still holds stay valid.
+        Saved storages that autograd still holds stay valid, unless ``is_broken`` is True.
 
         Args:
-            failed: Whether the step failed. The order in which backward used activations in a failed step is
-                not recorded.
-            is_broken: Whether the offloader discards the step, because the step is in an inconsistent state.
+            failed: Whether the step failed. A failed step does not change the prefetch order.
+            is_broken: Whether the offloader discards the step.
         """
         self.saved.clear()
         self.kept.clear()
@@ -290,8 +283,7 @@ class LayerHooks:
         self._saves_inputs = saves_inputs
         self._learned = capture.learned.get(key.layer, ())
         self._may_keep = bool(self._learned) or when_slow or stays is not None
-        # Autograd holds this function, so the function must not refer to this object, which belongs to one
-        # scope.
+        # Autograd holds this function, so the function must not refer to this object.
         self._unpack: Callable[[Any], Tensor] = capture.unpack
         self._numbers = count()  # number of activations in this scope
         self._filling: list[Kept | SavedStorage] = []  # tensors to which an operation may still write
@@ -349,8 +341,8 @@ class LayerHooks:
     def _pack_new(self, tensor: Tensor, local: Tensor, storage: UntypedStorage) -> Kept | Packed:
         """Save an activation that is new in this step, or that changed after it was saved."""
         nbytes = storage.nbytes()
-        # unsafe_chunk(), which a GRU uses, gives each part its own version counter. Other parts of the
-        # storage may change during the write.
+        # unsafe_chunk(), which a GRU uses, gives each chunk its own version counter. Other chunks may change
+        # during the write.
         is_apart = local.nbytes < nbytes and tensor._base is None and tensor.requires_grad and local is tensor
         if is_apart or local.nbytes * SPARSE < nbytes:
             return self._pack_sparse(tensor, local, storage)
@@ -368,14 +360,7 @@ class LayerHooks:
         return self._packed(tensor, local, saved, storage._cdata)
 
     def _packed(self, tensor: Tensor, local: Tensor, saved: SavedStorage, place: object = None) -> Packed:
-        """Return a :class:`Packed` for a saved storage.
-
-        Args:
-            tensor: The saved tensor.
-            local: The local tensor of a distributed tensor; any other tensor unchanged.
-            saved: The saved storage.
-            place: Key of a new saved storage in :attr:`Capture.saved`; ``None`` if the storage is not new.
-        """
+        """Return a :class:`Packed`. A new saved storage gets the key ``place`` in :attr:`Capture.saved`."""
         capture, packed = self.capture, Packed()
         packed.saved = saved
         saved.tensors += 1
@@ -402,9 +387,8 @@ class LayerHooks:
     def _pack_sparse(self, tensor: Tensor, local: Tensor, storage: UntypedStorage) -> Kept | Packed:
         """Save a dense copy of a view that uses little of its storage, or that has its own version counter.
 
-        The large storage of the view can then be freed. The copy is offloaded only if the view requires a
-        gradient. A view that does not require a gradient may belong to the user's data set, or a running
-        kernel may still write to the view.
+        The copy is offloaded only if the view requires a gradient. Another view may belong to the user's data
+        set, or a running kernel may still write to the view.
         """
         capture, view, nbytes = self.capture, views.view_of(local), local.nbytes
         if nbytes < capture.min_tensor_bytes or not tensor.requires_grad:
@@ -428,11 +412,7 @@ class LayerHooks:
     # ---- tensors that stay in memory -------------------------------------------------------------
 
     def _keep(self, tensor: Tensor, key: ActivationKey, nbytes: int) -> Kept | None:
-        """Keep an activation in memory if there is a reason; else return ``None``.
-
-        There are three reasons. Another reference holds the activation, the plan keeps the activation, or the
-        drive is too slow.
-        """
+        """Return a :class:`Kept` for an activation that stays in memory; ``None`` for other activations."""
         capture, trace = self.capture, self.capture.trace
         if (key.number, nbytes) in self._learned:  # costs no memory, so ``stays`` does not count it
             treatment = Treatment.LEARNED_KEEP
@@ -454,7 +434,7 @@ class LayerHooks:
         return Kept(tensor)
 
     def _keep_few(self, tensor: Tensor, nbytes: int) -> Kept:
-        """Keep only the elements of a sparse view, so that the large storage of the view can be freed."""
+        """Keep a dense copy of a sparse view, so that the large storage of the view can be freed."""
         self.capture.trace.kept_bytes += nbytes
         kept = Kept(tensor)
         if tensor.requires_grad:
@@ -465,7 +445,6 @@ class LayerHooks:
         return kept
 
     def _operation_ended(self) -> None:
-        """Mark the tensors in ``_filling`` as complete. The operation that saved these tensors has ended."""
         filled, self._filling = self._filling, []
         for each in filled:
             if isinstance(each, Kept):

@@ -1,9 +1,9 @@
 """The hooks for placement ``offload-remat``: backward computes the outputs of cheap functions again.
 
 While a layer runs, a ``TorchFunctionMode`` records each call of a cheap PyTorch function. If autograd saves
-the output of this call, the hooks save the arguments of the call instead. Autograd saves most of these
-arguments anyway. Backward calls the function again with the saved arguments. The digests of the first and the
-second output are compared before the optimizer's step.
+the output of this call, the hooks save the arguments of the call instead. Backward calls the function again
+with the saved arguments. The digests of the first and the second output are compared before the optimizer's
+step.
 
 A ``TorchFunctionMode`` does not see calls of a ``torch.autograd.Function``. The functions in :data:`_CLASSES`
 are therefore wrapped.
@@ -41,11 +41,10 @@ _NAMES = (
 )
 
 CHEAP = {getattr(room, x, None) for x in _NAMES.split() for room in (torch, Tensor, nn.functional)}
-"""The cheap functions. Memory bandwidth limits their speed. None of these functions draws random numbers."""
+"""Functions whose speed is limited by memory bandwidth, and that draw no random numbers."""
 
 DEEPEST = 12
-"""Maximum length of a chain of calls that rebuilds a saved tensor. Each call uses the output of the call
-before it."""
+"""Maximum number of calls that rebuild one saved tensor, each from the output of the previous call."""
 
 _CLASSES = (
     ("megatron.core.fusions.fused_bias_gelu", "GeLUFunction"),
@@ -66,7 +65,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
     Args:
         capture: The session's capture.
         key: The run of the layer.
-        verifier: Collects the result of each comparison of the first and the second output of a call.
+        verifier: Collects the comparisons of the first and the second output of each call.
         when_slow: Whether activations may stay in memory when the in-flight window is full.
     """
 
@@ -87,7 +86,6 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         self._calls.clear()  # calls refer to tensors that autograd has not saved
 
     def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a PyTorch function, and record the call if the function is cheap."""
         kwargs = kwargs or {}
         output = function(*args, **kwargs)
         # The compiler traces through this code, and compiles the same graph as without a mode.
@@ -166,8 +164,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
 class _Call:
     """A recorded call whose output can be computed again.
 
-    The object does not keep the output alive. After the arguments are saved, the object does not keep the
-    arguments alive either.
+    The object keeps neither the output nor the saved arguments alive.
 
     Args:
         function: The function that was called.
@@ -177,8 +174,7 @@ class _Call:
 
     Attributes:
         cost: Bytes of the arguments that must be saved in place of the output.
-        depth: Length of the longest chain of calls that rebuilds the output. Each call in a chain uses the
-            output of the call before it.
+        depth: Length of the longest chain of calls that rebuilds the output.
         digest: Digest of the output; ``None`` if autograd has not saved the output.
         waiting: Saved views of the output that backward has not used yet.
     """
@@ -198,7 +194,6 @@ class _Call:
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Return True if a tensor shares the output's storage, and the output was not changed in place."""
         return self._alive() is tensor.untyped_storage() and tensor._version == self._probe._version == 0
 
     def save_arguments(self, pack: Callable[[Tensor], object]) -> bool:
@@ -246,7 +241,6 @@ class _Argument:
         return self._packed is not None
 
     def value(self, capture: Capture, verifier: Verifier, call: _Call) -> Tensor:
-        """Return the argument for the second call of the function."""
         if self._maker is not None:
             return viewed(self._maker.storage(capture, verifier), self._view)
         purpose = f"to compute {call.name} again, as placement 'offload-remat' does"
@@ -256,7 +250,7 @@ class _Argument:
 
 
 class _Remade:
-    """A saved tensor that backward computes again. The tensor is a view of the output of a recorded call."""
+    """A saved tensor that is a view of the output of a recorded call."""
 
     def __init__(self, call: _Call, tensor: Tensor) -> None:
         self.call, self.view, self.probe = call, view_of(tensor), version_probe(tensor)
@@ -264,7 +258,6 @@ class _Remade:
 
 
 def _unpack(capture: Capture, verifier: Verifier, packed: Any) -> Tensor:
-    """Return a saved tensor from memory or from the store, or compute the tensor again."""
     if not isinstance(packed, _Remade):
         return capture.unpack(packed)
     check_version(packed.probe, 0, packed.call.name)

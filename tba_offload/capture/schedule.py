@@ -1,12 +1,12 @@
 """The order in which backward uses activations, and prefetch in this order.
 
-Backward uses activations in the same order in each step. This is true for gradient accumulation, and for the
+Backward uses activations in the same order in each step, also with gradient accumulation and with the
 pipeline schedules 1F1B and interleaved. Prefetch therefore follows the order that the last step recorded. In
-the first step, and after a layer's placement has changed, an activation may have no position in this order.
+the first step, and after a layer's placement has changed, some activations have no position in this order.
 Backward is then expected to use the activations of a micro-batch in the reverse order of saving.
 
-With several micro-batches in flight, forward passes come between backward passes. If a forward pass comes
-next, fewer activations are prefetched, because the forward pass needs room in the in-flight window.
+If a forward pass comes next, fewer activations are prefetched, because the forward pass needs room in the
+in-flight window.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ class PrefetchSchedule:
         self._in_backward = False
 
     def _expect(self, order: list[tuple[ActivationKey, int]]) -> None:
-        """Set the expected order: a list of activations, each with the number of its backward pass."""
-        self._expected = order
+        self._expected = order  # each activation with the number of its backward pass
         self._position = {key: position for position, (key, _) in enumerate(order)}
         self._next, self._last, self._pass = 0, -1, 0
 

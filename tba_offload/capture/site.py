@@ -1,10 +1,10 @@
 """The callable that replaces the forward of an attached layer.
 
 ``torch.compile`` ends its graph at an attached layer, and starts a new graph after the layer returns. The
-layer's own forward becomes a separate graph. The compiler's hook into the Python interpreter, here called the
-tracer, is off in the session's code and on in the layer's own forward. In backward, the tracer is off. When
-backward recomputes a layer, the tracer of the first run is set again, because compiled and
-uncompiled runs may give different bits.
+layer's own forward becomes a separate graph. The tracer, which is the compiler's hook into the Python
+interpreter, is off in the session's code and on in the layer's own forward. Backward runs without a tracer.
+If backward recomputes a layer, the tracer of the first forward is set again, because compiled and uncompiled
+forwards may give different bits.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Site:
 
     A module hook would not run after a ``KeyboardInterrupt``, but the ``finally`` block of a replaced forward
     does. A session belongs to one model, so copies and pickles of the layer get the layer's own forward.
-    Copies that ``nn.DataParallel`` or a meta-learning package makes share the attributes of the layer,
-    including its ``Site``. Only the calling frame shows whether the layer or a copy is called.
+    Copies by ``nn.DataParallel`` share the ``Site`` of the layer. Only the calling frame shows whether the
+    layer or a copy is called.
 
     Args:
         layer: The layer.
@@ -56,7 +56,7 @@ class Site:
         waiting: Number of runs in this step whose backward has not started.
         tracer: The tracer in the last call of the layer.
         checkpoint: The framework's own checkpoint function for this layer; ``None`` if the framework does not
-            recompute the layer. While a session is open, the session decides whether to recompute the layer.
+            recompute the layer.
     """
 
     def __init__(self, layer: Layer, index: int) -> None:
@@ -133,7 +133,7 @@ class Site:
             switch_tracer(before)
 
     def run_plainly(self, forward: Callable[..., object], args: Sequence[object], kwargs: Any) -> object:
-        """Run a forward as the framework does: with its own recomputation of the layer, if there is one.
+        """Run a forward inside the framework's own checkpoint function, if the layer has one.
 
         Reentrant checkpoints need tensors as positional arguments, so tensors in keyword arguments are passed
         by position.

@@ -56,7 +56,7 @@ class ActivationKey(NamedTuple):
 
 
 class Treatment(enum.Enum):
-    """What happened to an activation when autograd saved the activation."""
+    """Treatment of an activation at the time when autograd saved the activation."""
 
     OFFLOADED = "offloaded"
     LEARNED_KEEP = "learned keep"
@@ -95,9 +95,8 @@ class StepTimes(NamedTuple):
 class ActivationTrace:
     """A storage that a scope saved. All times are host times.
 
-    A step has too many activations to record a mark on the device for each. On an accelerator, the host times
-    show the order of the activations in a scope. The host times also show roughly how much of the scope's
-    work comes before each activation.
+    A step has too many activations for marks on the device. Host times show the order of the activations in a
+    scope, and roughly how much of the scope's work comes before each activation.
     """
 
     key: ActivationKey
@@ -147,14 +146,11 @@ class StepTrace:
         activations: The activations, in the order of saving.
         sources: Offloaded tensors that autograd does not save. Placement ``offload-remat`` rebuilds saved
             tensors from these tensors.
-        kept_bytes: Bytes of saved tensors that stayed in memory, except parameters and buffers. A tensor
-            stays in memory if it is too small, if its kind cannot be offloaded, or if another reference holds
-            the tensor. A tensor also stays in memory if the plan keeps the tensor, or if the drive is too
-            slow. Layers placed ``keep`` are not counted.
+        kept_bytes: Bytes of saved tensors that the hooks kept in memory, except parameters and buffers.
         deduplicated_bytes: Bytes of saved tensors whose storage was already saved in this step.
         rebuilt_bytes: Bytes of activations that placement ``offload-remat`` computes again.
-        left_alone: Number of scopes that were not captured. In these scopes, other code had set saved-tensor
-            hooks, or a transform of ``torch.func`` forbade hooks.
+        left_alone: Number of scopes that were not captured, because other code had set saved-tensor hooks or
+            a transform of ``torch.func`` forbade hooks.
         backward_seconds: Total seconds of the backward passes. The time of a pass is from its first scope
             to the end of the graph.
         backward_ends: Times at which the backward passes ended.
@@ -254,12 +250,9 @@ class StepTrace:
     def device_times(self, stalls: Sequence[tuple[Mark, Mark]]) -> StepTimes:
         """Wait for the end of the step on the device, and return its times by the device's clock.
 
-        Each stall has two marks: one recorded before the host waits for I/O, and one recorded after. Between
-        these marks, the device is idle. If the device still has work while the host waits, the time between
-        the two marks is zero.
-
         Args:
-            stalls: Marks before and after each wait of the host.
+            stalls: Marks on the device before and after each wait of the host for I/O. The time between the
+                two marks of a wait is the idle time of the device.
         """
         device: Any = self.device
         scopes = [scope.marks for scope in self.whole_scopes()]

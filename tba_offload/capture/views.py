@@ -1,8 +1,8 @@
 """Saved tensors as views of storages.
 
-An activation is identified by its storage object. Addresses and ``id()`` cannot identify an activation,
-because they are reused. PyTorch returns the same Python object for a storage as long as the storage exists. A
-weak reference to this Python object stays valid even if only C++ code holds the storage.
+An activation is identified by a weak reference to its storage object, because addresses and the results of
+``id()`` are reused. PyTorch returns the same Python object for a storage as long as the storage exists, even
+if only C++ code holds the storage.
 
 A distributed tensor (``DTensor``) is identified by the storage of its local tensor, which contains the bytes
 of this rank. The version is read from the ``DTensor``, because operations on a ``DTensor`` do not change the
@@ -64,8 +64,8 @@ def dense_copy(tensor: Tensor) -> Tensor:
 def spread_out(dense: UntypedStorage, start: int, view: View, address: int, device: Device) -> ByteRange:
     """Write the elements of a dense copy into new memory, with the strides of the original view.
 
-    Kernels may choose their code path by the strides, and by the alignment of the first element in a cache
-    line. Both are therefore restored. Bytes between the elements are undefined.
+    Strides and the alignment of the first element in a cache line are restored, because kernels may choose
+    their code path by both. Bytes between the elements are undefined.
 
     Args:
         dense: The elements, as :func:`dense_copy` returned them.
@@ -96,8 +96,7 @@ def _distinct(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
 def version_probe(tensor: Tensor) -> Tensor:
     """Return a tensor that shares the version counter of ``tensor`` but not its memory.
 
-    Saved-tensor hooks switch off autograd's check for changes in place, so ``unpack`` compares versions. The
-    returned tensor keeps the version counter alive, but not the memory.
+    Saved-tensor hooks switch off autograd's check for changes in place, so ``unpack`` compares versions.
     """
     probe, empty = tensor.detach(), blank(tensor.dtype, tensor.device)
     if type(probe) is Tensor:
@@ -123,7 +122,6 @@ def restore(storage: UntypedStorage, view: View, probe: Tensor, start: int = 0) 
 
 
 def _put(tensor: Tensor, data: Tensor) -> None:
-    """Replace the bytes of a detached tensor, and keep its version counter and the class of a ``DTensor``."""
     if _is_distributed(tensor):
         tensor._local_tensor = data  # type: ignore[attr-defined]
     else:
@@ -178,8 +176,7 @@ def is_understood(tensor: Tensor, device: torch.device) -> bool:
 class StaticStorages:
     """The storages of the model's parameters, gradients and buffers.
 
-    A view of a parameter has the same storage and is therefore included. Megatron's flat buffers of
-    parameters and gradients (``main_grad``) are included too.
+    Megatron's flat buffers of parameters and gradients (``main_grad``) are included.
 
     Attributes:
         addresses: Weak references to the storages, by the address of the storage object.
@@ -202,7 +199,6 @@ class StaticStorages:
 
 
 def _static_tensors(module: torch.nn.Module) -> list[Any]:
-    """Return the parameters of a module, their gradients and its buffers. Some items are ``None``."""
     found: list[Any] = []
     for inner in modules_in(module):
         found += inner._buffers.values()

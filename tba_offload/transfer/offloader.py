@@ -1,8 +1,8 @@
-"""Offloader that writes saved storages to a store, and reads the bytes back for backward.
+"""The offloader, which writes saved storages to a store and reads the bytes back for backward.
 
-Training threads own all state, under one lock. A training thread may wait for I/O while it holds the lock,
-because I/O threads never take this lock. An I/O thread moves bytes, drops the memory of a finished write, and
-appends the transfer to ``completed``. A training thread updates the state in its next call of the offloader.
+One lock guards all state of the offloader. A training thread may wait for I/O while it holds the lock,
+because I/O threads never take the lock. An I/O thread appends each finished transfer to ``completed``. A
+training thread processes finished transfers in its next call of the offloader.
 
 If a step fails or is interrupted, :meth:`Offloader.abandon` discards the whole step. Other methods therefore
 do not repair state after an interrupt.
@@ -45,10 +45,10 @@ READ_AGAIN = (0.01, 0.1, 1.0)
 
 
 class Offloader:
-    """Offloader that moves saved storages between memory and a store.
+    """Transfer of saved storages from memory to a store, and back to memory for backward.
 
     Args:
-        store: The store. No other code may use this store. The offloader does not close the store.
+        store: The store, which no other code may use. The offloader does not close the store.
         device: The device with the activations.
         window: Upper limit of the bytes in flight; ``None`` for no limit.
         keep_when_full: Whether bytes stay in memory if a drive fails or is full. If False, a failed write
@@ -58,7 +58,7 @@ class Offloader:
         store: The store.
         device: The device with the activations.
         window: The in-flight window, which counts bytes in memory.
-        keep_when_full: The argument ``keep_when_full``; may be changed between steps.
+        keep_when_full: The argument ``keep_when_full``. The value may be changed between two steps.
         marks_stalls: Whether to mark the start and the end of each wait for I/O on the device.
     """
 
@@ -85,18 +85,18 @@ class Offloader:
     def save(
         self, storage: torch.UntypedStorage, key: Hashable, *, at_once: bool = False, is_filling: bool = False
     ) -> SavedStorage:
-        """Take over a storage, and add its write to the pending writes.
+        """Save a storage, and add its write to the pending writes.
 
         Args:
             storage: The storage.
             key: Name of the activation.
             at_once: Whether to queue the pending writes as soon as they fill a batch. By default, the latest
                 writes stay pending, because backward uses the latest storages first.
-            is_filling: Whether the operation that saves the tensor may still write to the storage. The write
-                to the store does not start until the caller resets :attr:`SavedStorage.is_filling`.
+            is_filling: Whether the operation that saves the storage may still change its bytes. If True, the
+                write to the store starts only after the caller sets :attr:`SavedStorage.is_filling` to False.
 
         Raises:
-            TransferError: The window is full, and a drive does not answer or a transfer has failed.
+            TransferError: The in-flight window is full, and a drive hangs or a transfer has failed.
         """
         nbytes, window = storage.nbytes(), self.window
         with self._lock:
@@ -122,7 +122,7 @@ class Offloader:
         """Wait until the in-flight window has room for a new saved storage of ``nbytes`` bytes.
 
         Raises:
-            TransferError: A drive does not answer, or a transfer has failed.
+            TransferError: A drive hangs, or a transfer has failed.
         """
         with self._lock:
             if self.window.is_crowded(self.window.in_flight, nbytes):
@@ -137,8 +137,7 @@ class Offloader:
     def _flush(self, held_back: int) -> None:
         """Queue the oldest pending writes until at most ``held_back`` bytes are pending.
 
-        Writes are queued in batches. Batches save processor time, because only the first write of a batch
-        loads the code of this method into the processor's caches.
+        All writes are queued in one loop, which keeps the code of this method in the processor's caches.
         """
         pending, batch, events = self._pending, list[Transfer](), dict[Any, Any]()
         while pending and (not held_back or self._pending_bytes > held_back):
@@ -161,13 +160,12 @@ class Offloader:
             self.store.write(batch)
 
     def _make_room(self, nbytes: int) -> None:
-        """Wait until ``nbytes`` bytes fit into the window, or until no I/O is running."""
+        """Wait until ``nbytes`` bytes fit into the in-flight window, or until no I/O is running."""
         window, began = self.window, time.perf_counter()
         mark = self.device.mark() if self.marks_stalls else None
         while window.is_crowded(window.in_flight, nbytes):
             self._flush(0)
-            # All other bytes in memory are in use, or only this thread can free them. To wait longer would be
-            # a deadlock.
+            # All other bytes in memory are in use, or only this thread can free them: a deadlock.
             if not self._finish_writes() and not self._give_up_farthest():
                 break
         self._stalled(began, mark)
@@ -176,22 +174,22 @@ class Offloader:
     # ---- backward: fetch -------------------------------------------------------------------------
 
     def fetch(self, saved: SavedStorage) -> tuple[torch.UntypedStorage, int]:
-        """Return the bytes of a saved storage, from memory or by a read.
+        """Return the bytes of a saved storage. Read bytes that are not in memory from the store.
 
         Args:
-            saved: The saved storage. The same saved storage may be passed several times.
+            saved: The saved storage.
 
         Returns:
-            A storage, and the position of the payload's first byte in this storage.
+            A storage, and the index of the first saved byte in this storage.
 
         Raises:
-            SessionError: The step of the saved storage was discarded, or this is a forked child.
+            SessionError: The step that saved the storage was discarded, or the process is a forked child.
             TransferError: The bytes could not be read.
         """
         if self.is_inert:  # a thread of the parent may have held the lock
             raise SessionError(
                 f"{saved.key} was saved before this process was forked. Only the parent process can run "
-                "backward through the graph of this activation"
+                "backward with this activation"
             )
         with self._lock:
             if self._completed or self._dead:
@@ -199,8 +197,8 @@ class Offloader:
             ref = saved.ref
             if ref.epoch != self._epoch:
                 raise SessionError(
-                    f"{saved.key} was discarded, because its step failed or was interrupted. Run the forward "
-                    "of this graph again"
+                    f"{saved.key} was discarded, because its step failed or was interrupted. Run "
+                    "forward again before backward"
                 )
             memory = saved.alive()
             if memory is not None and memory.nbytes() < saved.nbytes:  # the owner has resized it
@@ -236,16 +234,11 @@ class Offloader:
             self.window.settle(ref)
 
     def _stay(self, saved: SavedStorage, memory: torch.UntypedStorage) -> None:
-        """Keep a saved storage in memory until autograd releases it, and cancel its write."""
         self._cancel_write(saved.ref)
         saved.memory, saved.ref.state = memory, State.KEPT
 
     def _read_now(self, saved: SavedStorage) -> torch.UntypedStorage:
-        """Read bytes that were not prefetched. The in-flight window does not limit this read.
-
-        Raises:
-            TransferError: The bytes could not be read, or exist neither in memory nor in the store.
-        """
+        """Read bytes that were not prefetched. The in-flight window does not limit this read."""
         ref = saved.ref
         if ref.write is not None:  # the write ended a moment ago
             self._wait(ref.write, ref)
@@ -265,11 +258,9 @@ class Offloader:
         return aligned_range(saved.nbytes, saved.address, self.store.alignment, self.device)
 
     def _start_reads(self, rooms: list[tuple[SavedStorage, ByteRange]]) -> None:
-        """Queue reads of stored bytes, each into newly allocated memory."""
         device = self.device
         check_not_captured(device)
-        # The event is recorded after the allocations, because earlier work may still use the allocated
-        # memory.
+        # Record the event after the allocations, because earlier work may still use the memory.
         after, reads = device.event(), list[Transfer]()
         for saved, room in rooms:
             if device.runs_behind:
@@ -280,11 +271,7 @@ class Offloader:
         self.store.read(reads)
 
     def _arrived(self, saved: SavedStorage) -> torch.UntypedStorage:
-        """Wait for the read of a saved storage. Read again if the first read fails.
-
-        Raises:
-            TransferError: The bytes cannot be read.
-        """
+        """Wait for the read of a saved storage, and return its memory."""
         ref = saved.ref
         read: Any = ref.read
         if not read.is_done or read.error is not None:
@@ -324,15 +311,14 @@ class Offloader:
     # ---- reading ahead ---------------------------------------------------------------------------
 
     def prefetch(self, upcoming: Iterable[tuple[SavedRef, bool]]) -> None:
-        """Start reads of the storages that backward uses next, until the window is full.
+        """Start reads of the storages that backward uses next, until the in-flight window is full.
 
         Storages that are still in memory stay in memory, and their queued writes are cancelled.
 
         Args:
-            upcoming: Saved storages in the order in which backward uses them. The flag of a storage is True
-                if a forward pass runs before backward uses the storage. The reads of these storages fill only
-                a part of the window, because the forward pass needs the rest. If the window has no room for a
-                storage, pass the storage again in the next call.
+            upcoming: Saved storages in the order in which backward uses them, each with a flag. The flag is
+                True if a forward pass comes before the use. Storages with this flag fill only a part of the
+                in-flight window, because the forward pass needs the rest.
         """
         rooms = list[tuple[SavedStorage, ByteRange]]()
         if self.is_inert:
@@ -389,7 +375,6 @@ class Offloader:
         return True
 
     def _end_ahead(self, ref: SavedRef) -> None:
-        """End the read of a saved storage when its bytes are used or no longer needed."""
         if ref.read is not None and ref.read.is_done:
             ref.read.memory = None  # the transfer may still be in the queue of completed transfers
         ref.read = None
@@ -400,7 +385,7 @@ class Offloader:
             ref.charged = 0
 
     def _give_up_farthest(self) -> bool:
-        """Drop the prefetched bytes that backward uses last; return False if no bytes are prefetched."""
+        """Drop the prefetched storage that backward uses last; return False if no storage is prefetched."""
         if not self._ahead:
             return False
         ref = next(reversed(self._ahead))
@@ -445,7 +430,6 @@ class Offloader:
                 self.store.release(ref.extent)
 
     def _let_go(self, ref: SavedRef) -> None:
-        """Release the memory and the extent of a saved storage that autograd has released."""
         if not self._cancel_write(ref):
             return  # the write holds the memory until the write ends
         if ref.read is not None:
@@ -467,10 +451,7 @@ class Offloader:
         return True
 
     def _not_written(self, transfer: Any, ref: SavedRef, saved: SavedStorage | None) -> None:
-        """Keep bytes in memory after a failed write.
-
-        The policy decides whether the failed write is an error.
-        """
+        """Keep bytes in memory after a failed write. ``keep_when_full`` decides whether to raise an error."""
         error, memory, transfer.memory = transfer.error, transfer.memory, None
         if saved is None:
             self.window.free(ref)
@@ -484,9 +465,9 @@ class Offloader:
             self._failures.append(_transfer_error("write", ref, error))
 
     def release_memory(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
-        """Cancel the write of a saved storage or wait for its end, before other code resizes the storage.
+        """Cancel or end the write of a saved storage, before other code frees the memory of the storage.
 
-        The other code must resize and fill the storage again before backward, as FSDP2 does with parameters.
+        The other code must fill the storage again before backward, as FSDP2 does with parameters.
 
         Raises:
             TransferError: The write of the storage does not end.
@@ -507,11 +488,7 @@ class Offloader:
     # ---- waiting ---------------------------------------------------------------------------------
 
     def _wait(self, transfer: Transfer, ref: SavedRef) -> None:
-        """Wait until a transfer has ended or failed.
-
-        Raises:
-            TransferError: The transfer does not end within the time limit of the store.
-        """
+        """Wait until a transfer has ended or failed. Raise an error only if the transfer does not end."""
         if transfer.is_done:
             return
         try:
@@ -522,13 +499,9 @@ class Offloader:
             pass  # the caller checks the error of the transfer
 
     def _wait_for_batch(self, refs: Iterable[SavedRef], verb: str) -> None:
-        """Wait until the oldest transfers have ended, as many as make up one batch.
+        """Wait for the oldest transfers, up to the size of one batch.
 
-        A separate wait for each transfer would take longer, because waking a thread takes as long as a small
-        transfer.
-
-        Raises:
-            TransferError: See :meth:`_wait`.
+        Separate waits would take longer, because waking a thread takes as long as a small transfer.
         """
         left = self.window.batch
         for ref in refs:
@@ -550,7 +523,6 @@ class Offloader:
         return has_ended
 
     def _stalled(self, began: float, mark: Mark) -> None:
-        """Record a wait of the training thread for I/O."""
         ended, stats = time.perf_counter(), self.window.stats
         stats.stall_seconds += ended - began
         if ended - began >= NOTICEABLE:
@@ -561,7 +533,7 @@ class Offloader:
     # ---- steps -----------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Begin a step. Discard an earlier step that did not end, for example because of an interrupt.
+        """Begin a step, and discard the previous step if an interrupt has left the previous step open.
 
         Raises:
             TransferError: A transfer has failed since the last step.
@@ -577,7 +549,7 @@ class Offloader:
         self.window.reset_stats()
 
     def end_step(self) -> None:
-        """End a step. Drop bytes that were prefetched and not used. All saved storages stay valid."""
+        """End a step, and drop prefetched bytes. All saved storages stay valid."""
         with self._lock:
             self._drain()
             self.window.most_read_ahead = float("inf")
@@ -589,7 +561,7 @@ class Offloader:
     def abandon(self) -> None:
         """Discard a step: cancel queued I/O and wait for running I/O.
 
-        A later backward through a graph of the step raises an error.
+        A later backward of the discarded step raises an error.
         """
         with self._lock:
             self._is_open = True
@@ -632,12 +604,11 @@ _REMEDIES = {
     "write": "check the drive and the system log. Then free some space on the drive, set store.directories "
     "to another directory, or set on_full to 'keep'",
     "read": "training cannot continue without these bytes. Check the drive with the tools of its vendor",
-    "keep": "change a copy instead, or set the placement of the layer to 'keep'",
+    "keep": "change a copy of the tensor instead, or set the placement of the layer to 'keep'",
 }
 
 
 def _transfer_error(verb: str, ref: SavedRef, cause: BaseException | str, where: str = "") -> TransferError:
-    """Return the error of a failed transfer, with the layer, the cause and the remedy."""
     # A ``HangingError`` and a ``DeviceError`` have their own remedy.
     ending = "" if isinstance(cause, (HangingError, DeviceError)) else f"; {_REMEDIES[verb]}"
     error = TransferError(f"could not {verb} {ref.nbytes} bytes of {ref.key}{where}: {cause}{ending}")

@@ -40,21 +40,21 @@ class SavedStorage:
         memory: Strong reference to the storage until the write is queued; then ``None``. The reference is
             set again if the storage stays in memory, or if a restored storage is needed more than once.
         alive: Weak reference to the original storage or, after a read, to the restored storage.
-        start: First byte of the payload in the storage; above 0 if a read aligned the payload for direct I/O.
-        address: Original address of the payload. Restored bytes have the same address modulo the store's
+        start: Index of the first saved byte in the storage; above 0 if direct I/O needs an aligned address.
+        address: Original address of the saved bytes. The address after a read is equal modulo the store's
             alignment.
         stream: The stream that produced the bytes or, after a read, the stream of the restored memory.
-        is_filling: Whether the operation that saves the tensor may still write to the storage.
+        is_filling: Whether the operation that saves the storage may still change its bytes.
         is_restored: Whether ``alive`` refers to restored memory.
-        was_held: Whether another reference kept the memory alive until the first use.
+        was_held: Whether another reference kept the memory alive until backward first used the storage.
         tensors: Number of saved tensors that use the storage.
         uses: Number of times that backward has used a saved tensor of the storage.
         ref: Weak reference to this object, for the offloader's lists.
         source: Weak reference to the storage that autograd saved. For a dense copy, ``source`` and ``alive``
             differ.
         probe: A tensor that shares the version counter of the saved tensor.
-        version: Version of the saved tensor when the tensor was saved.
-        trace: The record of this storage in the step's trace.
+        version: Version of the saved tensor when autograd saved the tensor.
+        trace: Entry of this storage in the step's trace.
     """
 
     __slots__ = (
@@ -93,20 +93,19 @@ class SavedStorage:
 class SavedRef(weakref.ref["SavedStorage"]):
     """Weak reference to a :class:`SavedStorage`, with the data that is needed after the object is freed.
 
-    The callback of the reference is a C function that appends to a queue. The callback may run while any lock
-    is held, so the callback must not take a lock. An interrupt can abort a Python function, but not a C
-    function.
+    The callback of the reference is a C function that appends to a queue. A C function takes no lock and
+    cannot be interrupted by Ctrl-C.
 
     Attributes:
         key: The key of the saved storage.
         nbytes: The size of the saved storage.
         epoch: Number of steps that were discarded before the storage was saved.
         charged: Bytes that count as in flight.
-        settled: Bytes that are counted as kept, and not as in flight.
+        settled: Bytes that count as kept, and not as in flight.
         state: State of the saved storage.
         extent: The extent in the store, after the write.
-        write: The write, while it is queued or running.
-        read: The read, until the bytes are used.
+        write: The queued or running write.
+        read: The read, until backward uses the bytes.
     """
 
     __slots__ = ("charged", "epoch", "extent", "key", "nbytes", "read", "settled", "state", "write")

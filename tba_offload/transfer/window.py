@@ -24,12 +24,12 @@ class TransferStats:
         read: Bytes read from the store.
         reread: Bytes read again because the first read failed.
         forwarded: Bytes that backward used from memory without a read.
-        given_up: Bytes that were prefetched and dropped before backward used the bytes.
-        held: Bytes written although another reference kept the storage in memory, so nothing was freed.
+        given_up: Prefetched bytes that were dropped before backward used the bytes.
+        held: Written bytes that were not freed, because another reference kept the storage in memory.
         fallback_kept: Bytes that stayed in memory because their write failed.
         full: Whether the store had no room for some of the bytes in ``fallback_kept``.
-        stall_seconds: Time that the training thread waited for I/O. An accelerator may be busy while the
-            training thread waits.
+        stall_seconds: Seconds in which the training thread waited for I/O. An accelerator may be busy during
+            these seconds.
         in_flight_peak: Largest number of bytes in flight.
         own_peak: Largest number of bytes of saved storages in memory: in flight or kept.
         stalls: Start and end of each wait of the training thread that takes at least :data:`NOTICEABLE`.
@@ -55,14 +55,13 @@ class InFlightWindow(Window):
     """Counts of the bytes that one offloader has in memory. The lock of the offloader protects the counts.
 
     Attributes:
-        in_flight: Bytes that were saved and not yet freed, plus bytes of reads that backward has not used
-            yet.
+        in_flight: Saved bytes that are not freed yet, plus prefetched bytes that backward has not used yet.
         read_ahead: Number of bytes in flight that were prefetched.
         settled: Bytes in memory that the window does not limit, because backward uses them or their write
             failed.
         stats: Figures since the last reset.
-        most_read_ahead: Number of bytes in flight above which nothing is prefetched; set when the device runs
-            out of memory.
+        most_read_ahead: Number of bytes in flight above which nothing is prefetched. The limit is set when
+            the device runs out of memory.
         all_above: Number of bytes in flight above which all pending writes are queued.
     """
 
