@@ -23,8 +23,8 @@ class Checkpointing:
     """The layers whose checkpointing a session has taken over.
 
     A switch is an attribute of a module with which a framework enables checkpointing. The switches stay on,
-    but the session replaces the checkpoint function of the framework. Each :class:`Site` keeps this function
-    for runs in which the session does not set the placement.
+    but the session replaces the framework's checkpoint function. Each :class:`Site` keeps this function for
+    forwards without a placement, for example inside hooks of the program.
 
     Args:
         stack: The layers of the session.
@@ -64,16 +64,16 @@ class Checkpointing:
         return found
 
     def close(self) -> None:
-        """Restore each checkpoint function, unless the program has replaced the function in the meantime."""
+        """Restore each checkpoint function, unless the program has replaced the function again."""
         for switch, aside in self._set_aside.values():
             if getattr(switch.owner, switch.attribute, None) is aside:
                 setattr(switch.owner, switch.attribute, aside.value)
         self._set_aside.clear()
 
     def placed(self, layer: LayerId, placement: Placement) -> Placement:
-        """Return the placement of a layer in a run.
+        """Return the placement with which a layer runs.
 
-        If the framework checkpoints a layer, the session recomputes the layer. The planner may choose another
+        The session recomputes each layer that the framework checkpoints. The planner may choose another
         placement for a layer with ``auto``.
 
         Args:
@@ -100,7 +100,6 @@ class Checkpointing:
 
 
 def _wrapped(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and, if the module is a wrapper of FSDP or ``torch.compile``, the wrapped modules."""
     yield module
     for name, child in module.named_children():
         if name in {"_fsdp_wrapped_module", "_orig_mod"} or is_checkpoint_wrapper(module):

@@ -37,8 +37,7 @@ class LayerRuns:
     """Runner of the attached layers, each with its planned placement.
 
     Args:
-        session: The session. The layers keep the session alive, even if the program has no reference to the
-            session.
+        session: The session. The layers keep the session alive.
 
     Attributes:
         recomputed: For each layer, its :class:`~tba_offload.recompute.checkpoint.RecomputedLayer`.
@@ -110,7 +109,7 @@ class LayerRuns:
         output = None if is_captured else self._run_as(placement, site, scope, given)
         if is_captured or torch_private.graph_node(device.torch_device) is not before:
             how = "while a CUDA graph is captured" if is_captured else "as CUDA graphs"
-            why = f"{site.layer.id} runs {how}, in which activations have fixed addresses"
+            why = f"activations have fixed addresses in CUDA graphs, and {site.layer.id} runs {how}"
             modes = "mode='default' or 'max-autotune-no-cudagraphs'"
             raise UnsupportedError(f"{why}. Compile with {modes}, or set the placement to 'keep'")
         return output
@@ -181,7 +180,7 @@ class LayerRuns:
         return output
 
     def _placement_here(self, site: Site, arguments: Sequence[object]) -> Placement:
-        """Return the planned placement, or another placement if this run does not support the planned one."""
+        """Return the planned placement of a layer, or a fallback if the plan does not fit this forward."""
         planning = self._session.planning
         placement: Placement = planning.plan.placements[site.index]
         if placement is Placement.KEEP:
@@ -237,8 +236,8 @@ class BackwardWatch:
     """Observer of backward passes.
 
     Args:
-        session: The session. ``BackwardWatch`` keeps no reference to the session, because autograd graphs
-            keep ``BackwardWatch`` alive.
+        session: The session. Autograd graphs keep ``BackwardWatch`` alive, so ``BackwardWatch`` has no
+            reference to the session.
     """
 
     def __init__(self, session: Session) -> None:
@@ -246,12 +245,12 @@ class BackwardWatch:
         self._memory, self._notices = session.memory, session.notices
 
     def watch(self, site: Site, output: object, scope: ScopeTrace) -> None:
-        """Register a hook that runs when backward reaches a layer.
+        """Register a hook that is called when backward reaches a layer.
 
         Args:
             site: The site of the layer.
             output: The output of the layer.
-            scope: The trace of this run of the layer.
+            scope: The trace of the layer's forward.
         """
         tensor, step = graph.first_differentiable(output), self._loop.step
         if tensor is None or tensor.grad_fn is None:  # a leaf would keep the hook forever
@@ -263,7 +262,7 @@ class BackwardWatch:
             step.graphs.append(weakref.ref(back))
 
     def watch_input(self, arguments: tuple[object, ...]) -> None:
-        """Register a hook that runs when backward leaves the first layer and reaches the embeddings.
+        """Register a hook that is called when backward leaves the first layer and reaches the embeddings.
 
         Args:
             arguments: The arguments of the layer.
@@ -308,7 +307,7 @@ class BackwardWatch:
 
 
 class _TriedHooks(LayerHooks):
-    """Saved-tensor hooks for the run of an offloaded layer in which a :class:`Trial` recomputes the layer."""
+    """Saved-tensor hooks that also show each saved tensor to a :class:`Trial`."""
 
     trial: Trial | None = None
 
@@ -320,13 +319,11 @@ class _TriedHooks(LayerHooks):
 
 
 def _has_backward(layer: nn.Module, arguments: Sequence[object]) -> bool:
-    """Return True if a layer has parameters or arguments that require gradients."""
     is_trained = any(parameter.requires_grad for parameter in layer.parameters())
     return is_trained or graph.first_differentiable(arguments) is not None
 
 
 def _dimensions(arguments: Iterable[object]) -> list[int]:
-    """Return the sizes of all dimensions of the tensor arguments. A nested tensor counts as 1-D."""
     tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
     return [size for each in tensors for size in ((each.numel(),) if each.is_nested else each.shape)]
 

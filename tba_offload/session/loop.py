@@ -3,10 +3,10 @@
 A step begins with the model's first forward that records a graph. A step contains all micro-batches up to the
 update of the model's parameters by the optimizers. A step ends in one of four cases:
 
-* Optimizers have updated all parameters that have a gradient.
-* Optimizers have updated some of these parameters, and the model's next forward begins.
-* The program has dropped or zeroed the gradients, although no optimizer has updated parameters. Examples are
-  a loop that updates the weights itself, and a gradient scaler that skips the update.
+* Optimizers have updated all parameters with a gradient.
+* Optimizers have updated some of the parameters with a gradient, and the model's next forward begins.
+* The program has dropped or zeroed the gradients without an optimizer. Examples are a loop that updates the
+  weights itself, and a gradient scaler that skips the update.
 * The graph of the step is freed without a backward pass, as in an evaluation. A step without a backward pass
   is not recorded.
 
@@ -57,13 +57,13 @@ class Step:
         tokens: Number of tokens, as passed to :meth:`Session.step`. The program may set ``tokens`` in the
             ``with`` block of the step. If ``None``, the tokens that the model receives are counted.
         model_flops: Number of floating-point operations, as passed to :meth:`Session.step`. The program may
-            set ``model_flops`` inside the ``with`` block.
+            set ``model_flops`` in the ``with`` block of the step.
         record: The :class:`StepRecord`; ``None`` until the step has ended without an exception. On an
             accelerator, this record may lack the loss and the exact duration. ``session.records`` has the
             complete record once the device has finished the step.
         is_traced: Whether the user asked for a timeline of this step.
         over_time: Timeline of the step; ``None`` before the end of the step, or if no timeline was recorded.
-        number: Number of the step in the run log, from 1; 0 before the step begins.
+        number: Number of the step in the run log, from 1. Before the step begins, the number is 0.
         opened_itself: True if the model's forward opened the step, and False if the program called
             :meth:`Session.step`.
         meter: The memory meter; ``None`` if memory is not measured.
@@ -73,7 +73,7 @@ class Step:
         is_skipped: Whether the gradients were dropped without an update.
         graph_end: Autograd's sequence number of the operation that made the output of the last layer.
         graphs: Weak references to hooks on the outputs of layers. Each hook lives as long as the graph of its
-            layer. A ``WeakSet`` would run finalizers, in which a Ctrl-C is lost.
+            layer. A ``WeakSet`` would lose a Ctrl-C that comes during a finalizer.
         seen_tokens: Number of tokens that the model received.
         updates: Start and end of each optimizer step.
         updated: The ``id`` of each parameter that optimizers have updated in this step. An ``id`` stays
@@ -116,10 +116,10 @@ class Step:
         """The timeline of the step. ``timeline.write(path)`` writes a picture or a trace.
 
         Raises:
-            SessionError: The step recorded no timeline, has not ended, or raised an exception.
+            SessionError: The step recorded no timeline, has not ended, or has failed.
         """
         if self.over_time is None:
-            raise SessionError("this step recorded no timeline. Record one with session.step(trace=True)")
+            raise SessionError("this step recorded no timeline. Call session.step(trace=True)")
         return TimelineEvent.model_validate(self.over_time)
 
     # ---- optimizers ------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class Step:
     def update_times(self, backward_ends: Sequence[float]) -> list[tuple[float, float]]:
         """Return start and end of each optimizer step.
 
-        If an optimizer ran a closure, its start is the end of the closure's last backward.
+        An optimizer step with a closure starts at the end of the closure's last backward pass.
 
         Args:
             backward_ends: Times at which backward passes ended.
@@ -225,8 +225,8 @@ class Loop:
         Args:
             step: The step.
             failed: If True, the step is not recorded.
-            is_broken: If True, all saved storages of a failed step are dropped. The graphs of the step then
-                cannot run backward any more.
+            is_broken: If True, all saved storages of a failed step are dropped, so backward of the step is no
+                longer possible.
         """
         if self.is_inert:
             return
@@ -310,7 +310,6 @@ class Loop:
     # ---- the model -------------------------------------------------------------------------------
 
     def _model_begins(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Open a step, unless the model's forward belongs to an open step. Count the tokens."""
         if self.is_inert or is_recomputation() or not torch.is_grad_enabled():
             return
         if self._outermost is None or self._outermost is module:  # the module's last forward has failed
@@ -332,7 +331,7 @@ class Loop:
             self.session.watch.watch_tail(output)
 
     def backward_ended(self) -> None:
-        """Record the end of a backward pass. Pause the meter if an optimizer's closure ran the pass."""
+        """Record the end of a backward pass. In an optimizer's closure, also pause the memory meter."""
         if self.step is not None and self.step.opened_itself:
             self.session.gradients.pass_ended()
             self.session.capture.trace.end_step()  # another micro-batch may follow and end later
@@ -345,7 +344,7 @@ class Loop:
     def _optimizer_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise transfer errors of a step before the optimizer changes the weights.
 
-        A ``step`` may call the ``step`` of another optimizer or of the base class. Only the innermost call is
+        The ``step`` of an optimizer may call the ``step`` of another optimizer. Only the innermost call is
         recorded.
         """
         if self.is_inert or self.session is None:
@@ -385,7 +384,7 @@ class Loop:
             self._conclude(step)
 
     def _miss_optimizer(self, step: Step, passes: int) -> None:
-        """Warn if a step has at least ``passes`` backward passes, but no optimizer has updated the model."""
+        """Warn if no optimizer has updated the model after at least ``passes`` backward passes."""
         session, count = self.session, len(self.session.capture.trace.backward_ends)
         is_updated = step.updates or session.optimizers or session.gradients.updated
         if count >= passes and not (is_updated or step.has_failed):

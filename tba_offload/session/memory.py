@@ -1,8 +1,7 @@
 """Memory measurements of a step: the peak, the kinds of data in memory at the peak, and a timeline.
 
 A meter measures live bytes. The in-flight window counts the bytes that the offloader holds. The bytes that a
-layer leaves in memory are measured when the next layer begins. All other bytes are attributed to the layer
-that runs.
+layer leaves in memory are measured when the next layer begins. All other bytes count for the current layer.
 
 Detailed measurements read the allocator's statistics before each layer. On an accelerator, reading is slow,
 so only some steps are measured: the first three, and steps whose number is a power of two.
@@ -48,9 +47,9 @@ _FULLER = 1 + 1 / 64
 """A measurement becomes the new peak of its phase if it exceeds the old peak by more than this factor."""
 
 _MOST = 20_000
-"""Largest number of layer runs in a timeline. Waits, points and transfers have the same limit.
+"""Largest number of layer runs in a timeline, and also of waits, of measurements and of transfers.
 
-The limit keeps the line of the timeline in the run log below a few MiB.
+The limit keeps a timeline in the run log below a few MiB.
 """
 
 
@@ -216,7 +215,7 @@ class Memory:
 
         Args:
             index: Index of the layer.
-            way: Placement of this run.
+            way: Placement with which the layer ran.
         """
         self._now.way = way
         if index == len(self._names) - 1:
@@ -274,14 +273,13 @@ class Memory:
     # ---- sums ------------------------------------------------------------------------------------
 
     def _saw(self, live: int, _aside: int) -> None:
-        """Add a sample of the meter. The meter may call this method from another thread."""
+        """Add a sample. The memory meter may call this method from another thread."""
         if self.is_on:
             self._note(live)
         if self.curve is not None:
             self.curve.seen(live, self.left.total())
 
     def _note(self, live: int) -> None:
-        """Add a measurement. For each phase, keep the measurement with the most bytes."""
         now, schedule = self._now, self._capture.schedule
         nbytes, held = max(live - self._base, 0), self._held()
         # A meter without samples returns the largest number of bytes in a section. Layers may have held more.
@@ -308,17 +306,16 @@ class _Section:
     """Section of a step between two measurements. Sizes are in bytes.
 
     Attributes:
-        phase: The phase.
         layer: Index of the layer that runs, or ran last.
         scope: The layer run that backward has reached.
         left: Bytes that this layer run left in memory for backward.
         uses: Number of activations that backward had used at the start of the section.
-        beside: Live bytes at the start of the section that belong to no known kind of data.
-        others: Live bytes at the start of the section that the offloader does not hold.
+        beside: Live bytes that belong to no known kind of data, at the start of the section.
+        others: Live bytes that the offloader does not hold, at the start of the section.
         kept: Bytes that saved-tensor hooks had kept in memory at the start of the section.
         way: Placement of the layer run; ``None`` before the end of its forward.
         planned: Bytes of the kinds of data that the planner predicts, at the last measurement.
-        unplanned: Largest number of bytes of all other data in memory.
+        unplanned: Largest number of bytes of data that the planner does not predict.
         whole: Largest value of ``unplanned`` minus the bytes of activations that backward has used since the
             start of the section.
     """
@@ -344,9 +341,9 @@ class StepCurve:
     """Recorder of the timeline of a step: memory use and transfers.
 
     Args:
-        window: The in-flight window, which counts the bytes that the offloader holds.
-        movers: Objects that report transfers, each with the name of the transferred data. For activations,
-            the name is an empty string.
+        window: The in-flight window.
+        movers: Objects that report transfers, each with the name of the transferred data. The name of
+            activations is an empty string.
     """
 
     def __init__(self, window: InFlightWindow, movers: Sequence[tuple[str, Any]]) -> None:

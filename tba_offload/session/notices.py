@@ -30,7 +30,7 @@ _MESSAGES = {
     "the step's record excludes this backward. Put forward and backward into one `with session.step():`",
     "cache": "the model fills a key-value cache during training, which takes memory. Set use_cache=False",
     "left alone": "{} runs inside saved-tensor hooks of the program (checkpoint, save_on_cpu), inside a "
-    "torch.func transform, or inside a backward pass. In these cases, its placement has no effect",
+    "torch.func transform, or inside a backward pass, where the placement of a layer has no effect",
     "all frozen": "the model runs with gradients enabled, but none of its parameters requires gradients, so "
     "its layers save no activations. Set requires_grad=True for the parameters to train",
     "no layer": "the model was trained, but no activation is offloaded or recomputed: {}. Close the session, "
@@ -38,7 +38,7 @@ _MESSAGES = {
     "no update": "backward set gradients {} times, but no optimizer updated the model's parameters. Call "
     "optimizer.step(). If a gradient scaler skipped the updates, ignore this warning. If the program updates "
     "copies of the parameters, put each training step into one `with session.step():`",
-    "stale": "optimizer.step() was called {} times, but this {} updates none of the model's parameters. "
+    "stale": "optimizer.step() was called {} times, but the {} updates none of the model's parameters. "
     "Create the optimizer from the parameters of this model. If the optimizer updates copies of the "
     "parameters, put each training step into one `with session.step():`",
     "full": "the store is full: {} of activations stayed in memory in step {}. Free space on the drives, or "
@@ -84,8 +84,8 @@ class Notices:
 
         Args:
             what: Key of the warning.
-            figures: Values for the placeholders of the message. If the key has no message,
-                ``figures`` contains only the text of the warning.
+            figures: Values for the placeholders of the message. If the key has no message, the only value is
+                the text of the warning.
             category: Class of the warning.
         """
         if what not in self.said:
@@ -106,14 +106,14 @@ class Notices:
         else:
             self._unreached += 1
             weights = (weight for layer in session.layers for weight in layer.module.parameters())
-            # If a GAN is one model, only some of its steps detach the generator.
+            # A GAN that is one model detaches its generator in some steps.
             if self._unreached < max(number, EARLY) and any(weight.requires_grad for weight in weights):
                 return
             cause = "no backward pass reached an attached layer (frozen, detached, or run without gradients)"
         self.warn_once("no layer", cause, category=NoEffectWarning)
 
     def stranger_updated(self, optimizer: Optimizer) -> None:
-        """Count an update by an optimizer that has no parameters of the model. Warn at the third update."""
+        """Count updates by optimizers that have no parameters of the model. Warn at the third update."""
         self._strangers += 1
         if self._strangers == EARLY:
             self.warn_once("stale", EARLY, type(optimizer).__name__, category=NoEffectWarning)

@@ -42,10 +42,9 @@ _STEPS = 10_000
 """Number of records that are kept in memory."""
 
 _REMEMBERED = {MEMORY: "step", "states": "optimizer"}
-"""For each kind of event that is kept in memory, the name of a field of the event.
+"""For each kind of event that is kept in memory, the name of the field that identifies an event.
 
-A new event replaces the event in memory that has the same value in this field. For example, a new ``states``
-event replaces the last ``states`` event of the same optimizer.
+For example, a new ``states`` event replaces the last ``states`` event with the same ``optimizer``.
 """
 
 
@@ -64,8 +63,8 @@ def run_log_path(path: str | os.PathLike[str], *, agreed: Callable[[int], int] =
 
     Args:
         path: The path that the user gave.
-        agreed: Function that all ranks call together. The argument is the number of this rank's first free
-            path, and the result is one number for all ranks. The default returns the argument.
+        agreed: Function that all ranks call together. The function takes the number of this rank's first free
+            path, and returns one number for all ranks. By default, the number of this rank is used.
     """
     rank, ranks = rank_of_process()
     name = Path(path)
@@ -79,7 +78,7 @@ def run_log_path(path: str | os.PathLike[str], *, agreed: Callable[[int], int] =
     free = next(number for number in count(1) if not os.path.lexists(own(number)))
     taken = own(agreed(free))
     if taken != own(1) and rank == 0:
-        tell(f"{own(1)} is the log of an earlier run, so this run is logged to {taken}")
+        tell(f"the run log {own(1)} exists, so this run is logged to {taken}")
     return taken
 
 
@@ -164,15 +163,15 @@ class Recorder:
             self.write()
 
     def note_states(self, number: int, record: StatesRecord) -> None:
-        """Add the record of an optimizer update. ``number`` is the index of the optimizer."""
+        """Add the record of one update by the optimizer with the index ``number``."""
         self.note("states", {"optimizer": number, "step": self.last_step, **asdict(record)})
 
     def note_resident(self, line: str, document: dict[str, object]) -> None:
-        """Add an event: other optimizer states or other frozen weights stay in memory from now on.
+        """Record which optimizer states or frozen weights stay in memory from now on.
 
         Args:
             line: Text for the log of the program.
-            document: Fields of the event for the run log.
+            document: Fields of the event in the run log.
         """
         if self._header.rank == 0:
             tell(f"after step {self.last_step}: {line}")
@@ -316,8 +315,7 @@ def learn(session: Session, step: Step, record: StepRecord, loads: Sequence[Driv
 def _saved_at_once(trace: StepTrace) -> int:
     """Return the largest number of bytes that layers had saved at one time in a step.
 
-    With gradient accumulation, this number is smaller than the sum over the step, because each micro-batch
-    frees its saved tensors.
+    With gradient accumulation, each micro-batch frees its saved tensors before the next micro-batch.
     """
     saved = [(each.packed_at, each.nbytes) for each in trace.activations]
     used = [(each.unpacked_at, -each.nbytes) for each in trace.activations if each.unpacked_at is not None]

@@ -71,11 +71,10 @@ class World:
         ranks: Number of ranks.
         run: Identifier of the training run. All ranks write the same identifier into their run logs.
             ``None`` for a single rank.
-        agree: Function that all ranks call together to agree on placements. The first argument
-            is the placements that this rank proposes, by layer name. The second argument is how much this
-            rank needs recomputation: the bytes over the budget, and the seconds, of a step that offloads all
-            ``auto`` layers. The function returns the agreed placements by layer name. ``None`` for a single
-            rank.
+        agree: Function that all ranks call together to agree on placements; ``None`` for a single rank. The
+            first argument is the placements that this rank proposes, by layer name. The second argument has
+            the bytes over the budget and the seconds of a step that offloads all ``auto`` layers. The
+            function returns the agreed placements by layer name.
     """
 
     layers: tuple[LayerId, ...]
@@ -117,8 +116,8 @@ class Session:
         optimizers: The optimizers whose states are offloaded too.
         masters: Maps each master copy among the parameters of ``optimizers`` to its model parameter. See
             :func:`tba_offload.offload_optimizer`.
-        updated_by: Optimizers that update the model. Needed only with ``steps_by_hand``: a session with
-            ``steps_by_hand`` does not find optimizers by itself.
+        updated_by: Optimizers that update the model. Only a session with ``steps_by_hand`` needs this
+            argument, because other sessions find optimizers by themselves.
         on_step: Functions to call with the record of each step.
         trace_steps: Numbers of the steps, from 1, for which a timeline is recorded.
 
@@ -131,7 +130,7 @@ class Session:
         offloader: The object that moves bytes between memory and the store.
         capture: The object that captures the tensors that layers save.
         gradients: The gradients of the model.
-        planning: Holder of the current plan and of the controller, which makes new plans.
+        planning: The current plan, and the controller that makes new plans.
         saved: Three byte counts of the step with the most saved activations: all saved activations, the most
             activations saved at one time, and the largest activation.
         notes_inputs: Whether the session counts the bytes of each layer's inputs, for plans or the run log.
@@ -257,7 +256,7 @@ class Session:
             TransferError: A transfer failed between the last step and this step.
         """
         gradients, memory, offloader = self.gradients, self.memory, self.offloader
-        # Dropped handles, failures and loads since the last step, as in an evaluation, belong to no step.
+        # Failures and loads since the last step, for example from an evaluation, belong to no step.
         self.raise_failures()
         offloader.begin_step()
         self.store.take_loads()
@@ -298,8 +297,7 @@ class Session:
         Args:
             step: The step.
             failed: If True, the step is not recorded.
-            is_broken: If True, an exception was raised in the step, and all saved storages of the step are
-                dropped.
+            is_broken: If True, all saved storages of the step are dropped.
 
         Raises:
             TransferError: A transfer of the step failed.
@@ -365,8 +363,8 @@ class Session:
         """Return a context manager for one training step: forward and backward of all its micro-batches.
 
         Args:
-            tokens: Number of tokens of the step, for the run log. By default the tokens that the model
-                receives are counted.
+            tokens: Number of tokens of the step, for the run log. By default, the session counts the tokens
+                that the model receives.
             model_flops: Number of floating-point operations of the model in the step, without recomputation.
             measure_memory: Whether to measure the activation peak. The default is the value that was passed
                 to :func:`attach`.
@@ -400,8 +398,8 @@ class Session:
     def records(self) -> list[StepRecord]:
         """The records of the last 10,000 steps, oldest first. The run log has all steps.
 
-        Reading the records does not wait for the device. Until the device has finished a step, the record
-        lacks a loss that was set as a tensor. Until then, ``seconds`` is measured by the host's clock.
+        Reading the records does not wait for the device. While the device runs a step, the record of the step
+        lacks a loss that is a tensor, and ``seconds`` is the time by the host's clock.
         """
         return self._settled().records
 
@@ -450,7 +448,7 @@ class Session:
             attention.take_out()
 
     def _close(self) -> None:
-        """Call the closing functions in reverse order. All functions run, even if one raises an error."""
+        """Call all closing functions in reverse order, even if one of these functions raises an error."""
         with ExitStack() as opened:
             for close in self._closers:
                 opened.callback(close)
@@ -483,10 +481,10 @@ class Session:
         before = self.checkpointing.taken
         found = self.checkpointing.take_over()
         if found and rank_of_process()[0] == 0:
-            what = f"checkpointing ({', '.join(found)}) of {found.total()} of {len(self.layers)} layers"
+            what = f"({', '.join(found)}) of {found.total()} of {len(self.layers)} layers"
             placed = zip(self.sites, self._plan_of_policy().placements, strict=True)
             placements = " or ".join(dict.fromkeys(each for site, each in placed if site.checkpoint))
-            tell(f"the session takes over the framework's {what}, with placement {placements}")
+            tell(f"the session takes over the framework's checkpointing {what}, with placement {placements}")
         return self.checkpointing.taken != before
 
     def _limits(self) -> Limits:
@@ -551,7 +549,7 @@ _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 def session_of(model: nn.Module | Sequence[nn.Module]) -> Session | None:
     """Return the open session of a model.
 
-    This function helps if a notebook cell has overwritten the variable that held the session.
+    For example, a notebook cell may have overwritten the variable that held the session.
 
     Args:
         model: The model (with or without a wrapper), one of its layers, or its chunks.

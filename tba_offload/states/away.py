@@ -32,28 +32,17 @@ _ALIASES = frozenset((_TENSOR.data.__get__, _TENSOR.detach))
 
 
 class _Away(torch.Tensor):
-    """A tensor with a size, strides, data type and device, but without bytes.
-
-    Any use of the bytes raises an error.
-
-    Subclasses define the allowed functions, and the error message for all other functions.
-    """
+    """A tensor with a size, strides, data type and device, but without bytes."""
 
     _allowed = _HARMLESS
     _error: str
     _tba_offload_name: str
 
     def refused(self, use: str) -> StatesAwayError:
-        """Return the error for a use of the missing bytes.
-
-        Args:
-            use: Text that describes the use, such as a function call.
-        """
         return StatesAwayError(self._error.format(name=self._tba_offload_name, use=use))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run functions that do not read the bytes. Raise an error for all other functions."""
         if func not in cls._allowed:
             cls._refuse(func, types, args, kwargs)
         with without_subclasses():
@@ -71,8 +60,8 @@ class _Away(torch.Tensor):
 class AwayTensor(_Away):
     """Placeholder of an offloaded state.
 
-    Code that reads only the metadata of states, such as the shape, works as before. Code that reads, copies
-    or saves the bytes raises an error with a remedy.
+    Code that reads only the metadata of states, such as the shape, works as before. A use of the bytes raises
+    an error with a remedy.
 
     Args:
         size: Size of the state.
@@ -82,11 +71,10 @@ class AwayTensor(_Away):
         name: Name for messages, such as ``'exp_avg' of layers.0.weight``.
     """
 
-    # Lightning's teardown calls these methods. The methods return the tensor itself, because the dispatcher
-    # would raise an error.
+    # Lightning's teardown calls these methods, which then return the tensor itself.
     _allowed = _HARMLESS | {_TENSOR.to, _TENSOR.cpu, _TENSOR.contiguous}
     _error = (
-        "the optimizer state {name} is not in memory between updates, but {use}. Read states with "
+        "the optimizer state {name} is not in memory between updates: {use}. Read states with "
         "optimizer.state_dict() or OptimizerStates.read(parameter), or close the OptimizerStates first"
     )
     origin: tuple[torch.Tensor | None, str] = None, ""
@@ -96,7 +84,7 @@ class AwayTensor(_Away):
     def __new__(
         cls, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device, name: str
     ) -> Self:
-        """Create a wrapper subclass without storage."""
+        """Create a placeholder, as a wrapper subclass without storage."""
         made: Self = _TENSOR._make_wrapper_subclass(cls, size, strides=stride, dtype=dtype, device=device)
         made._tba_offload_name = name
         return made
@@ -113,7 +101,7 @@ class FreedGradient(AwayTensor):
     """Placeholder of a gradient that was used for an update in backward and then freed."""
 
     _error = (
-        "{name} was freed when backward updated the parameter, but {use}. Call zero_grad() with "
+        "{name} was freed when backward updated the parameter: {use}. Call zero_grad() with "
         "set_to_none=True after each step. If gradient clipping, a gradient scaler or a second backward "
         "needs gradients, set states.when to 'step'"
     )
@@ -128,7 +116,7 @@ class AwayMaster(_Away):
 
     _allowed = _HARMLESS | _ALIASES
     _error = (
-        "the {name} is not in memory between updates, but {use}. Set states.masters to 'keep', or close the "
+        "the {name} is not in memory between updates: {use}. Set states.masters to 'keep', or close the "
         "OptimizerStates first"
     )
     _tba_offload_class: type[torch.Tensor]
@@ -163,7 +151,7 @@ class AwayMaster(_Away):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run functions that do not read the bytes. Mark returned aliases as offloaded too."""
+        """Mark returned aliases of a master copy as offloaded too."""
         made = super().__torch_function__(func, types, args, kwargs)
         if func in _ALIASES:
             vars(made).update(vars(args[0]))

@@ -117,24 +117,18 @@ class BackwardUpdates(Updates):
     def _wait(self) -> None:
         """Make the current stream wait for the work of the previous gradient hook or optimizer step.
 
-        Hooks and steps run on different streams. Autograd calls hooks on the stream that computed the
-        gradient. FSDP2 calls hooks on the stream that reduced the gradient. The optimizer's step runs on the
-        program's stream.
+        A hook runs on the stream that computed or, with FSDP2, reduced the gradient. The optimizer's step
+        runs on the program's stream.
         """
         self._last.wait(self.homes.device.stream())  # the current device's stream
 
     def _begin_pass(self) -> None:
-        """Count a backward pass. Prepare updates if this is the last pass before the step.
-
-        Raises:
-            SessionError: An earlier backward pass has updated parameters, and no ``optimizer.step()`` has
-                followed.
-        """
+        """Count a backward pass. Prepare updates if this is the last pass before the step."""
         if self._is_updating:
             if self._made is None:
                 raise SessionError(_HALFWAY)
             why = f"another backward pass ran after the update: states.micro_batches is {self.micro_batches}"
-            remedy = "Set it to the number of passes in a step, set use_reentrant=False for checkpoints"
+            remedy = "Set micro_batches to the passes in a step, set use_reentrant=False for checkpoints"
             raise SessionError(f"{why}. {remedy}, or set states.when to 'step'")
         self._passes += 1
         self._done: list[SubGroup] = []
@@ -154,10 +148,9 @@ class BackwardUpdates(Updates):
     def _note_later_use(self, parameter: torch.Tensor) -> None:
         """Record whether an autograd node that runs later still uses the memory of a parameter.
 
-        Nodes that contributed to the gradient have already released the parameter. A later node may still
-        hold the parameter, for example if another layer uses the weight through ``.data``. After an update,
-        this node would read the new value. If more tensors use the parameter's memory than at the end of
-        earlier passes, a later node holds the parameter. In the first pass, this method assumes a later use.
+        A later node would read the new value, for example in another layer that uses the weight through
+        ``.data``. A later node holds the parameter if more tensors use its memory than at the end of earlier
+        passes. In the first pass, this method assumes a later use.
         """
         if _references_to(parameter) > self._references.get(parameter, 0):
             self._read_later.add(parameter)
@@ -200,9 +193,8 @@ class BackwardUpdates(Updates):
             options: Further arguments of the optimizer's ``step``.
 
         Raises:
-            SessionError: A gradient, setting, state or parameter has changed after backward had updated the
-                parameters. The method also raises this error if it is called twice after one backward pass,
-                or if backward failed during its updates.
+            SessionError: A gradient, setting, state or parameter has changed after backward, ``step`` is
+                called twice after one backward pass, or backward failed during its updates.
             TransferError: States cannot be read.
         """
         made, parameters = self._made, parameters_of(self.optimizer)
@@ -215,7 +207,7 @@ class BackwardUpdates(Updates):
         what = None if made is None else self._what_differs(options)
         self._last = self.homes.device.event()
         if what is not None:
-            why = f"{what} changed after backward() had updated the parameters"
+            why = f"backward() had updated the parameters, and {what} changed after backward()"
             raise SessionError(f"{why}. Make changes after optimizer.step(), or set states.when to 'step'")
         self._forget()
         return made or super().step(options)
@@ -230,7 +222,6 @@ class BackwardUpdates(Updates):
         return None if self._values == self._values_now() else "the value of a parameter"
 
     def _settings_now(self) -> str:
-        """Return the settings of all parameter groups as text, with the values of tensors."""
         groups = [group.items() for group in self.optimizer.param_groups]
         settings = [(key, each) for group in groups for key, each in group if not key.startswith("param")]
         return repr([(key, each.tolist() if torch.is_tensor(each) else each) for key, each in settings])
@@ -256,5 +247,4 @@ def _weakly(came: WeakMethod[Any]) -> Any:
 
 
 def _references_to(parameter: torch.Tensor) -> int:
-    """Return the number of tensors that use the memory of a parameter."""
     return users_of(local(parameter).untyped_storage())

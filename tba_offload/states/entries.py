@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Entries:
-    """The states of one optimizer, which are moved between ``optimizer.state`` and the slots.
+    """The states of one optimizer, in ``optimizer.state`` and in the slots.
 
     If a parameter is cut into slices, its states get placeholders after all slices are updated.
 
@@ -86,7 +86,7 @@ class Entries:
         self._show(group, left)
 
     def show_slices(self) -> None:
-        """Put the states of sliced parameters into ``optimizer.state``, after all slices were updated."""
+        """Put the states of sliced parameters into ``optimizer.state``. All slices must be updated."""
         of_slices, self._of_slices = self._of_slices, {}
         for parameter, entry in of_slices.items():
             self._set(parameter, entry)
@@ -123,8 +123,8 @@ class Entries:
         """Check that each placeholder in ``optimizer.state`` is at its own parameter and key.
 
         Raises:
-            StatesAwayError: The program has moved a placeholder to another parameter or key. Or the program
-                has removed a state, which freed its bytes, and has put the placeholder back.
+            StatesAwayError: The program has moved a placeholder to another parameter or key, or has put back
+                the placeholder of a removed state, whose bytes are freed.
         """
         for each in self._groups.optimizer.state:
             self._check_owner(each)
@@ -136,7 +136,7 @@ class Entries:
                 continue
             if not stands_for(value, parameter, key):
                 owner = f"{key!r} of {self._groups.name_of(parameter)}"
-                why = f"the program assigned the placeholder of this state to the state {owner}"
+                why = f"the program assigned the placeholder of this state to another state, {owner}"
                 raise value.refused(f"{why}. Assign the values, not the placeholder")
             groups = self._groups.holding.get(parameter)
             if not groups or any(key not in group.keys[parameter] for group in groups):
@@ -214,7 +214,7 @@ class Entries:
         If the parameter is an offloaded master copy, the result also has its values, with the key ``MASTER``.
 
         Raises:
-            StatesAwayError: A placeholder of another parameter or key is in the entry of this parameter.
+            StatesAwayError: The entry of this parameter has a placeholder of another parameter or key.
             TransferError: The states cannot be read.
         """
         self._check_owner(parameter)
@@ -233,12 +233,9 @@ class Entries:
     def _whole(
         self, groups: Iterable[SubGroup], device: torch.device | None = None
     ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return complete copies of offloaded states. The states of slices are joined.
+        """Return complete copies of offloaded states on ``device``. The states of slices are joined.
 
-        Args:
-            groups: The sub-groups.
-            device: Device of the copies. By default, states are copied to the device of the parameters, and
-                master copies get their own memory back.
+        By default, the device is the device of the parameters, and master copies get their own memory back.
         """
         found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for group in groups:
@@ -265,13 +262,11 @@ class Entries:
         return group.home.on_host(group.nbytes) if flat is None else flat
 
     def _is_away(self, place: Place) -> bool:
-        """Return True if ``optimizer.state`` has a placeholder of the state, or the master is offloaded."""
         if place.key == MASTER:
             return is_away(place.parameter)
         return stands_for(self.shown(place.parameter).get(place.key), place.parameter, place.key)
 
     def _lay_out(self, group: SubGroup, bound: Bound, entries: Left) -> None:
-        """Copy the states of a sub-group into another slot with a new layout."""
         stays = self.slots.stays(group)
         self.slots.drop(group)
         group.home.release()
@@ -326,10 +321,7 @@ def _is_alike(value: object, view: torch.Tensor) -> bool:
 
 
 def _arrived(group: SubGroup, parameter: torch.Tensor, value: Any) -> Any:
-    """Return the part of a state that belongs to a sub-group.
-
-    A state from a checkpoint is copied to the device of the parameter.
-    """
+    """Return a state, cut to the slice of a sub-group. Copy a state from a checkpoint to the device."""
     if isinstance(value, Incoming):
         # PyTorch's own Optimizer.load_state_dict uses this data type.
         dtype = parameter.dtype if parameter.is_floating_point() else value.value.dtype

@@ -42,7 +42,7 @@ MASTER = "tba_offload.master"
 SLICE = 1024
 """Slices of a parameter begin at multiples of this number of elements.
 
-A kernel therefore finds the same alignment and the same remaining elements as in the whole parameter.
+Kernels therefore see the same alignment and the same remainder of elements as in the whole parameter.
 """
 
 _STATES = 2
@@ -253,8 +253,8 @@ class Groups:
     def spread(self) -> list[SubGroup]:
         """The sub-groups that have states, in the order in which sub-groups are chosen for offloading.
 
-        The first sub-groups in this order are spread evenly over an update. While other sub-groups are
-        updated in memory, offloaded sub-groups are read and written.
+        The first sub-groups in this order are spread evenly over an update, so that transfers overlap with
+        updates in memory.
         """
         groups = [group for group in self._all if group.places]
         return [groups[number] for number in spread(len(groups))]
@@ -292,13 +292,12 @@ class Groups:
         return made
 
     def clear(self) -> None:
-        """Remove all sub-groups. The caller has already brought their states back into memory."""
+        """Remove all sub-groups, whose states the caller has brought back into memory."""
         for group in self._all:
             group.home.release()
         self._all, self.holding = [], {}
 
     def _slices(self, parameter: torch.Tensor) -> Sequence[slice | None]:
-        """Return the slices of a parameter, or ``[None]`` if the parameter is not cut."""
         count, nbytes = parameter.numel(), self._states_bytes(parameter)
         step = max(self.most * count // nbytes // SLICE, 1) * SLICE
         if nbytes <= self.most or count <= step or not self._can_be_cut(parameter):
@@ -316,10 +315,7 @@ class Groups:
         )
 
     def _states_bytes(self, parameter: torch.Tensor) -> int:
-        """Return the number of bytes to offload for a parameter, at least 1.
-
-        Before the first update of the parameter, return an estimate.
-        """
+        """Return the bytes to offload for a parameter, at least 1. Before the first update, estimate."""
         own: int = local(parameter).nbytes
         known: int = sum(
             value.value.numel() * parameter.itemsize if isinstance(value, Incoming) else local(value).nbytes

@@ -56,8 +56,8 @@ class Homes:
         read_bytes: Number of bytes in all reads that have started.
         written_bytes: Number of bytes in all writes that have started.
         waited: Seconds spent waiting for transfers.
-        waits: Start and end of each wait. The default deque has a maximum length of 0 and records no waits.
-            Assign a longer deque to record waits.
+        waits: Start and end of each wait. The default deque has a maximum length of 0, so waits are recorded
+            only in a longer deque.
     """
 
     def __init__(self, store: MultiStore, device: Device) -> None:
@@ -86,7 +86,7 @@ class Homes:
             self.waits.append((began, ended))
 
     def take(self) -> Reads:
-        """Return the reads since the last call, and begin to count anew."""
+        """Return the reads since the last call, and set the counters of reads to 0."""
         found = Reads(self.read_bytes, self.waited, tuple(self.waits))
         self.read_bytes, self.waited = 0, 0.0
         self.waits.clear()

@@ -1,9 +1,8 @@
-"""Optimizer updates by the CPU. The CPU updates some sub-groups while the device updates other sub-groups.
+"""Optimizer updates of some sub-groups by the CPU, while the device updates the other sub-groups.
 
-States of the sub-groups that the CPU updates stay in host memory, as in Deep Optimizer States (arXiv
-2410.21316). Gradients and parameters of these sub-groups are copied to the host. After the update, the
-parameters are copied back to the device. CPU and device both run the optimizer's own code. On the host, this
-code uses CPU kernels, which may round differently.
+The states of sub-groups that the CPU updates stay in host memory, as in Deep Optimizer States (arXiv
+2410.21316). Gradients and parameters are copied to the host, and updated parameters are copied back. CPU and
+device both run the optimizer's own code. CPU kernels may round differently.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ if TYPE_CHECKING:
 _THREADS = 2
 """Number of threads that update sub-groups on the CPU.
 
-While one thread waits for an update, which uses all cores, the other thread copies the results of the last
-update and the inputs of the next update.
+With two threads, copies between host and device overlap with updates.
 """
 
 _RECENT = 5
@@ -49,9 +47,9 @@ Other load on the host may slow down a single update.
 """
 
 _WORTH_IT = 0.95
-"""A new split of the sub-groups must take less than this fraction of the current split's expected time.
+"""Sub-groups move between device and CPU only if the expected time falls below this fraction.
 
-A sub-group that moves between device and CPU is written and read once more. A smaller gain may be noise.
+Each move costs one more write and read, and a smaller gain may be noise.
 """
 
 
@@ -63,7 +61,7 @@ class HostUpdates:
     Args:
         updates: The updates of the optimizer.
         kind: The class of the optimizer.
-        update: Where updates run: ``device``, ``host`` or ``auto``.
+        update: The setting ``states.update``: ``'device'``, ``'host'`` or ``'auto'``.
 
     Raises:
         UnsupportedError: The states are on drives, not in host memory.
@@ -93,7 +91,7 @@ class HostUpdates:
         Args:
             groups: All sub-groups to update.
             options: Further arguments of the optimizer's ``step``.
-            record: The record of the update. This method adds the number of sub-groups for the CPU and the
+            record: The record of the update, which gets the number of sub-groups for the CPU and the
                 predicted time.
 
         Yields:
@@ -153,10 +151,7 @@ class HostUpdates:
     # ---- which sub-groups --------------------------------------------------------------------------
 
     def _choose(self, groups: Sequence[SubGroup]) -> None:
-        """Choose the sub-groups for the CPU, and copy their states to host memory.
-
-        The device updates all other sub-groups.
-        """
+        """Choose the sub-groups for the CPU, and copy their states to host memory."""
         updated = set(groups)
         able = [group for group in self._groups.spread if group in updated and self._is_able(group)]
         # Prefer sub-groups whose states are already in host memory.
@@ -177,13 +172,7 @@ class HostUpdates:
     def _update(
         self, group: SubGroup, resident: States, options: Mapping[str, Any], after: Event
     ) -> tuple[States, States]:
-        """Copy gradients and parameters to the host, update the parameters, and copy the parameters back.
-
-        Args:
-            group: The sub-group.
-            resident: For each parameter with a gradient, its states that are not offloaded.
-            options: Further arguments of the optimizer's ``step``.
-            after: Event after which the gradients and ``resident`` are ready on the device.
+        """Update one sub-group on the CPU, once the event ``after`` is reached on the device.
 
         Returns:
             The offloadable states as passed to the update, and all states after the update.
@@ -231,8 +220,8 @@ class _Rates:
 
     The time of an update is the larger of the device's time and the CPU's time, as in Deep Optimizer States.
     Each time is the bytes of the updated states divided by a rate. The rates are measured while device and
-    CPU work at the same time, so the rates include limits of host memory and of the link. The split with the
-    shortest expected update is used. Before the first measured update, the CPU gets half of the sub-groups.
+    CPU work at the same time, so the rates include limits of host memory and of the link. Before the first
+    measured update, the CPU gets half of the sub-groups.
 
     Args:
         is_auto: Whether device and CPU both update sub-groups. If False, the CPU updates all sub-groups.
@@ -243,12 +232,7 @@ class _Rates:
         self._sides: tuple[deque[float], deque[float]] = (deque(maxlen=_RECENT), deque(maxlen=_RECENT))
 
     def count(self, sizes: Sequence[int], before: int) -> int:
-        """Return the number of sub-groups that the CPU updates, from the start of ``sizes``.
-
-        Args:
-            sizes: Bytes of states of each sub-group.
-            before: Number of sub-groups that the CPU updates now.
-        """
+        """Return the number of sub-groups for the CPU. Now, the CPU updates ``before`` sub-groups."""
         if not self._is_auto:
             return len(sizes)
         if not all(self._sides):
@@ -259,23 +243,14 @@ class _Rates:
         return best if seconds[best] < _WORTH_IT * seconds[now] else now
 
     def seconds(self, *nbytes: int) -> float | None:
-        """Return the expected seconds of an update; ``None`` if a rate is unknown.
-
-        Args:
-            nbytes: Bytes of the states that the device updates, and bytes of the states that the CPU updates.
-        """
+        """Return the expected seconds of an update of these bytes on device and CPU; ``None`` if unknown."""
         busy = [(some, rates) for some, rates in zip(nbytes, self._sides, strict=True) if some]
         if not busy or not all(rates for _, rates in busy):
             return None
         return max(some * statistics.median(rates) for some, rates in busy)
 
     def learn(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
-        """Add the measurements of one update.
-
-        Args:
-            sizes: Bytes of the states that the device updated, and bytes that the CPU updated.
-            seconds: Seconds of the device, and seconds of the CPU.
-        """
+        """Add the bytes and seconds of one update, each for the device and for the CPU."""
         for nbytes, took, rates in zip(sizes, seconds, self._sides, strict=True):
             if nbytes:
                 rates.append(took / nbytes)
@@ -285,7 +260,6 @@ class _Rates:
 
 
 def _is_plain(parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
-    """Return True if parameter and gradient are plain dense real tensors with the same strides."""
     return (
         type(parameter.data) in (torch.Tensor, AwayMaster)
         and type(gradient) is torch.Tensor
@@ -297,7 +271,6 @@ def _is_plain(parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
 
 
 def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return pinned memory with the layout of a tensor. PyTorch's allocator reuses pinned memory."""
     return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
@@ -314,5 +287,4 @@ def _settings_for_host(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _on_host(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of ``values`` with tensors in host memory."""
     return {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in values.items()}

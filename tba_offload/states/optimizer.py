@@ -37,8 +37,8 @@ class OptimizerStates:
     """The offloaded states of one optimizer. :func:`offload_optimizer` returns this object.
 
     The states have their own store, with the kind and directories from the configuration. The optimizer stays
-    the same object. Between updates, ``optimizer.state`` holds placeholders. A placeholder is a tensor with a
-    size but without bytes. Reading a placeholder raises an error that explains what to do.
+    the same object. Between updates, ``optimizer.state`` holds placeholders, which are tensors without bytes.
+    Reading a placeholder raises an error that explains what to do.
 
     Attributes:
         optimizer: The optimizer.
@@ -128,8 +128,8 @@ class OptimizerStates:
     def take(self, parameter: torch.Tensor) -> None:
         """Offload the states or the master copy that the program has set.
 
-        The states stay in memory until the program has set enough states for a sub-group. Without a call of
-        ``take``, the states stay in memory until the next update.
+        The states stay in memory until the program has set enough states for a sub-group, or until the next
+        update.
 
         Raises:
             TransferError: States of other parameters in the same sub-group cannot be read.
@@ -144,7 +144,6 @@ class OptimizerStates:
             self._updates.follow()
 
     def _fill(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-        """Return the state dict with offloaded states as tensors in host memory."""
         parameters = dict(enumerate(parameters_of(optimizer)))
         states = state_dict["state"]
         whole = {key: self.read(parameters[key]) for key in states if key in parameters}
@@ -168,8 +167,7 @@ class OptimizerStates:
         """Offload the first ``offloaded`` sub-groups from now on, and keep the other sub-groups in memory.
 
         The order of the sub-groups is the order of :attr:`sizes`. ``optimizer.state`` also has placeholders
-        for the states of sub-groups that stay in memory. A session calls this method for
-        ``states.default: auto``. The method works only with ``states.when: step`` and
+        for the states of sub-groups that stay in memory. The method works only with ``states.when: step`` and
         ``states.update: device``.
 
         Raises:
@@ -190,8 +188,7 @@ class OptimizerStates:
     def close(self, *, bring_back: bool = True) -> None:
         """Bring the states back into memory, and restore the optimizer.
 
-        A second call does nothing. If Ctrl-C interrupted the first call, a second call brings back the
-        remaining states.
+        If Ctrl-C interrupts ``close``, call ``close`` again. Otherwise, further calls do nothing.
 
         Args:
             bring_back: Whether to bring the states back. If False, the optimizer cannot be used any more.
@@ -307,8 +304,7 @@ def _names_in(modules: Sequence[nn.Module]) -> dict[torch.Tensor, str]:
 def _wrap_states(_: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
     """Wrap the tensors of a state dict, so that ``load_state_dict`` does not copy all tensors to the device.
 
-    After ``load_state_dict``, the wrapped tensors are copied to the device, one sub-group at a time. Entries
-    without a parameter are not wrapped.
+    Later, the tensors are copied to the device, one sub-group at a time.
     """
     known = {each for group in state_dict["param_groups"] for each in group["params"]}
     states = {

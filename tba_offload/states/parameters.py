@@ -1,8 +1,4 @@
-"""Checks of optimizers and of their states.
-
-The checks show whether an optimizer can update one sub-group at a time. Further checks show whether updates
-are possible in backward and on the CPU.
-"""
+"""Checks whether an optimizer can update one sub-group at a time, also in backward and on the CPU."""
 
 from __future__ import annotations
 
@@ -43,8 +39,7 @@ _ELEMENTWISE = frozenset(
 _EXACT = frozenset((torch.float32, torch.float64))
 """Data types for which vectorized kernels and their scalar loops for remaining elements give the same bits.
 
-For 16-bit types, vectorized kernels and scalar loops give different bits. On a CPU, 15 of 300,000 bfloat16
-elements differed after six updates by RMSprop.
+On a CPU, 15 of 300,000 bfloat16 elements differed after six updates by RMSprop.
 """
 
 
@@ -213,7 +208,7 @@ _Part = TypeVar("_Part")
 
 
 def gathered(parts: Iterable[_Part], most: int, nbytes_of: Callable[[_Part], int]) -> list[list[_Part]]:
-    """Return the parts in groups of at most ``most`` bytes. A larger part forms its own group."""
+    """Return ``parts`` in groups of at most ``most`` bytes. A larger part forms its own group."""
     groups: list[list[_Part]] = []
     room = 0
     for part in parts:
@@ -226,12 +221,9 @@ def gathered(parts: Iterable[_Part], most: int, nbytes_of: Callable[[_Part], int
 
 
 def is_offloadable(value: object, parameter: torch.Tensor) -> bool:
-    """Return True if a state can be offloaded: a dense tensor or shard with its own storage.
+    """Return True if a state is a dense tensor or shard with its own storage and more than one element.
 
-    The state must have more than one element.
-
-    Other values stay in ``optimizer.state``, such as numbers, step counts, tensor subclasses and views of
-    shared memory.
+    Other values stay in ``optimizer.state``, such as step counts, tensor subclasses and views.
     """
     value = local(value)
     return (
@@ -262,8 +254,7 @@ def is_distributed(value: object) -> bool:
 def is_fully_sharded(modules: Iterable[nn.Module], parameters: Iterable[torch.Tensor]) -> bool:
     """Return True if ``fully_shard`` has sharded all parameters of a model.
 
-    FSDP2 calls the hooks of a parameter after its gradient is reduced over the ranks, so the gradient is
-    final.
+    FSDP2 calls the hooks of a parameter after its gradient is reduced over the ranks.
     """
     module: Any = sys.modules.get("torch.distributed.fsdp")
     return (

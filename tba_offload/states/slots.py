@@ -38,9 +38,7 @@ class Slot:
         stays: Whether the slot belongs to one sub-group that stays in memory.
 
     Attributes:
-        stays: Whether the slot belongs to one sub-group that stays in memory.
-        holder: The sub-group whose states are in the slot, or are being read into the slot. :meth:`read` and
-            :meth:`hold` set this attribute.
+        holder: The sub-group whose states are in the slot, or are being read into the slot.
     """
 
     holder: SubGroup
@@ -81,8 +79,7 @@ class Slot:
 
     def read(self, group: SubGroup) -> None:
         """Start to read the states of a sub-group from the store."""
-        # The host may be far ahead of the device. An event recorded now would be reached long after the work
-        # on this slot.
+        # The host may be far ahead of the device, so an event that is recorded now would be reached late.
         after = self._homes.device.event() if self._is_used else READY
         self._reads = group.home.read(self._part(group), after)
         self.holder, self._is_newer, self._is_used = group, False, False
@@ -196,12 +193,11 @@ class Slots:
         """Return a slot into which the caller writes new states of a sub-group.
 
         After writing, the caller calls :meth:`hold`. The new states also exist outside of the slots, so this
-        method creates a slot only if there are fewer than two shared slots. Otherwise the method writes the
-        contents of one slot to the store.
+        method uses at most two shared slots.
 
         Args:
             group: The sub-group.
-            stays: Whether the sub-group stays in memory. A sub-group that stays in memory gets its own slot.
+            stays: Whether the sub-group stays in memory, in its own slot.
 
         Raises:
             TransferError: The old contents of the slot cannot be written.
@@ -336,11 +332,11 @@ class Order:
 
     def upcoming(self) -> Sequence[SubGroup]:
         """Return the sub-groups that are still to be updated, in order."""
-        # A list and not a generator, because a Ctrl-C is lost while a generator is closed.
+        # The result is no generator, because a Ctrl-C is lost while a generator is closed.
         return [*self._places][self._at + 1 :]
 
     def next_use(self, group: SubGroup) -> int:
-        """Return a number that is larger for a sub-group that is needed later.
+        """Return a number for a sub-group. A larger number means that the sub-group is needed later.
 
         The sub-group that is updated now has the smallest number. The sub-groups that are still to be updated
         follow. The sub-groups that are already updated come last, in reverse order.

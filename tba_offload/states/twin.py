@@ -25,9 +25,8 @@ class Twin:
     """Runner of the optimizer's own update on selected parameters and their states.
 
     Each run creates a twin, which is a new object of the optimizer's class. The twin gets the attributes and
-    settings of the optimizer, and all twins of one step start with the same values. A step count in the
-    optimizer therefore increases by one per step, for any number of twins. Only :meth:`commit` changes the
-    optimizer.
+    settings of the optimizer. Only :meth:`commit` changes the optimizer, so a step count in the optimizer
+    increases by one per step, for any number of twins.
 
     Args:
         optimizer: The optimizer.
@@ -73,7 +72,7 @@ class Twin:
         self.states = twin.state
 
     def check_rest(self) -> None:
-        """Check that :attr:`states` is empty. The caller has removed the states of all parameters.
+        """Check that :attr:`states` is empty after the caller has removed the states of all parameters.
 
         Raises:
             UnsupportedError: The optimizer has a state that does not belong to a parameter.
@@ -97,13 +96,6 @@ class _Loan:
     """Attributes or settings of the optimizer for a twin. Changes by the twin can be copied back.
 
     A tensor of one element is copied, because an update may change the tensor in place.
-
-    Args:
-        values: The attributes or settings, by name.
-        taken: The dict of the twin that receives the values.
-
-    Attributes:
-        taken: The dict of the twin that received the values.
     """
 
     def __init__(self, values: Mapping[str, Any], taken: dict[str, Any]) -> None:
@@ -192,8 +184,6 @@ def _class_for(kind: Kind) -> Kind:
 
 
 def _hooked(kind: Kind) -> Step:
-    """Return a ``step`` method that runs the user's hooks and the function from :meth:`Takeover.begin`."""
-
     @functools.wraps(kind.step)
     def step(self: torch.optim.Optimizer, closure: Any = None, **options: Any) -> Any:
         vars(self)["_opt_called"] = True  # the wrapper of a scheduler does the same

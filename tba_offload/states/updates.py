@@ -1,7 +1,4 @@
-"""The updates of an optimizer whose states are offloaded.
-
-An update goes through the sub-groups of the optimizer. :meth:`Updates.update` updates one sub-group.
-"""
+"""The updates of an optimizer whose states are offloaded, one sub-group after another."""
 
 from __future__ import annotations
 
@@ -153,7 +150,7 @@ class Updates:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Count the transfers in the ``with`` block. If a transfer fails, reject later updates."""
+        """Count transfers in the ``with`` block. If a transfer fails, reject all later updates."""
         if self._failure is not None:
             why = f"an earlier update of the optimizer failed halfway: {self._failure}"
             raise SessionError(f"{why}. Load a checkpoint of the model and the optimizer")
@@ -245,8 +242,8 @@ class StatesRecord:
     """Figures of one update of an optimizer with offloaded states.
 
     Attributes:
-        seconds: Duration of the update. Updates in backward are included. The closure and the hooks of the
-            optimizer step are excluded.
+        seconds: Duration of the update, with updates in backward. The closure and the hooks of the optimizer
+            step are excluded.
         waited_seconds: Seconds in which the training thread waited for transfers.
         read_bytes: Bytes of states that were read.
         written_bytes: Bytes of states that were written.

@@ -215,7 +215,7 @@ SESSIONS: dict[str, tuple[Callable[[tba.Session], object], str]] = {
     "used after it was closed": (used_late, r"this session is closed. Call attach\(\) again"),
     "a timeline of a plain step": (
         untraced,
-        r"this step recorded no timeline. Record one with session\.step\(trace=True",
+        r"this step recorded no timeline. Call session\.step\(trace=True",
     ),
     "why before any step": (lambda session: session.why(), "no step"),
 }
@@ -293,7 +293,7 @@ def test_an_optimizer_of_another_model(model: Model) -> None:
         stale.zero_grad()
 
     (said,) = told(model, OFFLOAD, loop)
-    assert said.startswith("optimizer.step() was called 3 times, but this AdamW updates none of the model's")
+    assert said.startswith("optimizer.step() was called 3 times, but the AdamW updates none of the model's")
     assert "Create the optimizer from the parameters of this model" in said
 
 
