@@ -202,7 +202,7 @@ class Capture:
         return views.restore(room.storage, (*packed.view[:3], 0), packed.probe, room.start)
 
     def protect(self, storage: UntypedStorage) -> None:
-        """Release a storage before its owner resizes it. See :meth:`Offloader.release_memory`."""
+        """Release a storage before its owner resizes the storage. See :meth:`Offloader.release_memory`."""
         ref = self.saved.get(storage._cdata)
         saved = ref() if ref is not None else None
         if saved is not None and saved.source() is storage:
@@ -339,7 +339,6 @@ class LayerHooks:
         return self._pack_new(tensor, local, storage)
 
     def _pack_new(self, tensor: Tensor, local: Tensor, storage: UntypedStorage) -> Kept | Packed:
-        """Save an activation that is new in this step, or that changed after it was saved."""
         nbytes = storage.nbytes()
         # unsafe_chunk(), which a GRU uses, gives each chunk its own version counter. Other chunks may change
         # during the write.
@@ -412,7 +411,6 @@ class LayerHooks:
     # ---- tensors that stay in memory -------------------------------------------------------------
 
     def _keep(self, tensor: Tensor, key: ActivationKey, nbytes: int) -> Kept | None:
-        """Return a :class:`Kept` for an activation that stays in memory; ``None`` for other activations."""
         capture, trace = self.capture, self.capture.trace
         if (key.number, nbytes) in self._learned:  # costs no memory, so ``stays`` does not count it
             treatment = Treatment.LEARNED_KEEP

@@ -154,7 +154,6 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         return call if call is not None and call.is_of(tensor) else None
 
     def _is_saved(self, tensor: Tensor) -> bool:
-        """Return True if the tensor stays in memory anyway, or is already saved."""
         capture, storage = self.capture, tensor.untyped_storage()
         static = storage in capture.static or any(isinstance(x, nn.Parameter) for x in (tensor, tensor._base))
         is_known = capture.is_kept(storage) or capture.find(storage, tensor) is not None
@@ -197,7 +196,6 @@ class _Call:
         return self._alive() is tensor.untyped_storage() and tensor._version == self._probe._version == 0
 
     def save_arguments(self, pack: Callable[[Tensor], object]) -> bool:
-        """Save the arguments. Return False if an argument was changed in place after the call."""
         return all(each.save(pack) for each in self._taken.values())
 
     def storage(self, capture: Capture, verifier: Verifier) -> torch.UntypedStorage:
@@ -223,7 +221,7 @@ class _Call:
 
 
 class _Argument:
-    """A tensor argument of a recorded call. The argument is saved, or another recorded call computes it."""
+    """A tensor argument of a recorded call. The argument is saved, or computed by another recorded call."""
 
     def __init__(self, tensor: Tensor, maker: _Call | None, view: View, cost: int) -> None:
         self._maker, self._tensor, self._view = maker, None if maker is not None else tensor, view

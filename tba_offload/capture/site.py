@@ -104,7 +104,6 @@ class Site:
             switch_tracer(tracer)
 
     def _copy_in(self, caller: FrameType) -> nn.Module | None:
-        """Return the module that was called, if it is a copy of the layer; ``None`` for the layer itself."""
         called = caller.f_locals.get("self") if caller.f_code.co_filename == CALLS else None
         layer = self.layer.module
         is_copy = called is not layer and type(called) is type(layer) and self.is_method

@@ -1,4 +1,4 @@
-"""The trace of one step: when layers ran, which tensors they saved, and when backward used these tensors.
+"""The trace of one step: when layers ran, which tensors layers saved, and when backward used the tensors.
 
 One run of a layer, from the start of forward to the end of its backward, is called a scope. Times are host
 times (:func:`time.perf_counter`). An accelerator runs asynchronously, so host times show only when the host
@@ -112,7 +112,7 @@ class ScopeTrace:
 
     Attributes:
         key: The run.
-        placement: The placement with which the layer ran; ``keep`` if the session did not capture the run.
+        placement: The placement with which the layer ran; ``keep`` if the session did not capture the layer.
         forward_began: Time at which forward began.
         input_bytes: Bytes of the activations among the layer's arguments.
         forward_ended: Time at which forward ended; 0 until forward ends.
@@ -144,8 +144,7 @@ class StepTrace:
     Attributes:
         scopes: The scopes, in the order in which forward began.
         activations: The activations, in the order of saving.
-        sources: Offloaded tensors that autograd does not save. Placement ``offload-remat`` rebuilds saved
-            tensors from these tensors.
+        sources: Offloaded tensors from which placement ``offload-remat`` rebuilds saved tensors.
         kept_bytes: Bytes of saved tensors that the hooks kept in memory, except parameters and buffers.
         deduplicated_bytes: Bytes of saved tensors whose storage was already saved in this step.
         rebuilt_bytes: Bytes of activations that placement ``offload-remat`` computes again.

@@ -68,7 +68,7 @@ def spread_out(dense: UntypedStorage, start: int, view: View, address: int, devi
     their code path by both. Bytes between the elements are undefined.
 
     Args:
-        dense: The elements, as :func:`dense_copy` returned them.
+        dense: Storage of a copy by :func:`dense_copy`.
         start: First byte of the elements in ``dense``.
         view: The original view of the saved tensor.
         address: The original address of the first element.

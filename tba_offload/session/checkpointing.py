@@ -28,7 +28,7 @@ class Checkpointing:
 
     Args:
         stack: The layers of the session.
-        sites: The sites of these layers.
+        sites: The :class:`Site` of each layer.
         may_plan: Whether the planner may recompute layers.
 
     Attributes:
@@ -86,7 +86,6 @@ class Checkpointing:
         return Placement.RECOMPUTE_OFFLOAD if placement.offloads else Placement.RECOMPUTE
 
     def _switches(self) -> Iterator[Switch]:
-        """Yield the checkpointing switches of ``transformers`` and of PyTorch that are on."""
         for layer in self._stack.layers:
             for part in _wrapped(layer.module):
                 name, attribute = "gradient_checkpointing", "_gradient_checkpointing_func"

@@ -103,7 +103,6 @@ class LayerRuns:
     # ---- placements ------------------------------------------------------------------------------
 
     def _run_ungraphed(self, placement: Placement, site: Site, scope: ScopeTrace, given: Arguments) -> object:
-        """Run a layer, and refuse CUDA graphs, which need activations at fixed addresses."""
         device = self._session.device
         is_captured, before = device.is_capturing(), torch_private.graph_node(device.torch_device)
         output = None if is_captured else self._run_as(placement, site, scope, given)

@@ -59,7 +59,7 @@ class Step:
         model_flops: Number of floating-point operations, as passed to :meth:`Session.step`. The program may
             set ``model_flops`` in the ``with`` block of the step.
         record: The :class:`StepRecord`; ``None`` until the step has ended without an exception. On an
-            accelerator, this record may lack the loss and the exact duration. ``session.records`` has the
+            accelerator, the record may lack the loss and the exact duration. ``session.records`` has the
             complete record once the device has finished the step.
         is_traced: Whether the user asked for a timeline of this step.
         over_time: Timeline of the step; ``None`` before the end of the step, or if no timeline was recorded.
@@ -163,7 +163,7 @@ class Loop:
         step: The open step; ``None`` between steps.
         opens_steps: Whether the model's forward opens steps.
         is_inert: Whether the process is a forked child, in which the session does nothing.
-        session: The session; ``None`` once it is closed.
+        session: The session; ``None`` after the session is closed.
     """
 
     def __init__(self, session: Session, count_tokens: Callable[..., int | None] | None) -> None:
@@ -220,7 +220,7 @@ class Loop:
         self.step = step
 
     def end(self, step: Step, *, failed: bool, is_broken: bool = True) -> None:
-        """End a step, and record it unless it failed.
+        """End a step, and record the step unless the step failed.
 
         Args:
             step: The step.
@@ -276,14 +276,13 @@ class Loop:
             self.step.has_failed = True
 
     def _own_step(self) -> Step | None:
-        """Return the open step if a forward opened the step. During recomputation, return ``None``."""
         step = self.step
         return step if step is not None and step.opened_itself and not is_recomputation() else None
 
     # ---- is it over? -----------------------------------------------------------------------------
 
     def _is_over(self, step: Step, *, at_forward: bool = False) -> bool:
-        """Return True if a step is over. With ``at_forward``, the update of one optimizer ends the step."""
+        """Return True if a step is over. With ``at_forward``, an update by any optimizer ends the step."""
         trace, gradients = self.session.capture.trace, self.session.gradients
         if step.has_failed or trace.in_backward:  # an exception ended the step
             return True
@@ -296,7 +295,6 @@ class Loop:
         return bool(gradients.are_cleared)
 
     def _conclude(self, step: Step) -> None:
-        """End a step that a forward opened. Record the step if its backward has ended."""
         trace, gradients = self.session.capture.trace, self.session.gradients
         is_broken = step.has_failed or trace.in_backward
         is_whole = not is_broken and bool(trace.backward_ends)
@@ -384,7 +382,6 @@ class Loop:
             self._conclude(step)
 
     def _miss_optimizer(self, step: Step, passes: int) -> None:
-        """Warn if no optimizer has updated the model after at least ``passes`` backward passes."""
         session, count = self.session, len(self.session.capture.trace.backward_ends)
         is_updated = step.updates or session.optimizers or session.gradients.updated
         if count >= passes and not (is_updated or step.has_failed):

@@ -44,7 +44,7 @@ BETWEEN, UPDATE = "between", "update"
 step. ``update`` is an optimizer step."""
 
 _FULLER = 1 + 1 / 64
-"""A measurement becomes the new peak of its phase if it exceeds the old peak by more than this factor."""
+"""A measurement replaces the peak of its phase only if the peak grows by at least this factor."""
 
 _MOST = 20_000
 """Largest number of layer runs in a timeline, and also of waits, of measurements and of transfers.

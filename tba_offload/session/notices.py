@@ -38,9 +38,9 @@ _MESSAGES = {
     "no update": "backward set gradients {} times, but no optimizer updated the model's parameters. Call "
     "optimizer.step(). If a gradient scaler skipped the updates, ignore this warning. If the program updates "
     "copies of the parameters, put each training step into one `with session.step():`",
-    "stale": "optimizer.step() was called {} times, but the {} updates none of the model's parameters. "
-    "Create the optimizer from the parameters of this model. If the optimizer updates copies of the "
-    "parameters, put each training step into one `with session.step():`",
+    "stale": "optimizer.step() was called {} times, but the optimizer {} updates none of the model's "
+    "parameters. Create the optimizer from the parameters of this model. If the optimizer updates copies of "
+    "the parameters, put each training step into one `with session.step():`",
     "full": "the store is full: {} of activations stayed in memory in step {}. Free space on the drives, or "
     "set store.capacity. By default, the store leaves a twentieth of each disk free, at least 1 GiB",
     "nothing left": "budget.device_bytes of {} leaves nothing for activations: other memory on the device "
@@ -59,7 +59,7 @@ if logger.level == logging.NOTSET:
 
 
 def tell(line: str) -> None:
-    """Log one line, or write it to stderr if the program has no logging handler."""
+    """Log one line, or write the line to stderr if the program has no logging handler."""
     with without_bars():
         if any(logging.getLogger(name).handlers for name in (None, "tba_offload", logger.name)):
             logger.info("%s", line)
@@ -80,7 +80,7 @@ class Notices:
         self._strangers = 0  # updates by optimizers without a parameter of the model
 
     def warn_once(self, what: str, *figures: object, category: type[Warning] = UserWarning) -> None:
-        """Give a warning, unless it was given before.
+        """Give a warning, unless the session has already given the warning.
 
         Args:
             what: Key of the warning.

@@ -319,7 +319,7 @@ class Session:
             self.raise_failures()
 
     def raise_failures(self) -> None:
-        """Raise the error of the first failed transfer. Drop all other errors of transfers.
+        """Raise the error of the first failed transfer, and drop the errors of later transfers.
 
         Raises:
             TransferError: A transfer failed.
@@ -448,7 +448,6 @@ class Session:
             attention.take_out()
 
     def _close(self) -> None:
-        """Call all closing functions in reverse order, even if one of these functions raises an error."""
         with ExitStack() as opened:
             for close in self._closers:
                 opened.callback(close)
@@ -477,7 +476,6 @@ class Session:
         return Plan(tuple(map(self.checkpointing.placed, ids, placed.values())), window=window)
 
     def _take_over(self) -> bool:
-        """Take over the framework's checkpointing. Return True if the checkpointed layers have changed."""
         before = self.checkpointing.taken
         found = self.checkpointing.take_over()
         if found and rank_of_process()[0] == 0:
@@ -488,10 +486,9 @@ class Session:
         return self.checkpointing.taken != before
 
     def _limits(self) -> Limits:
-        """Return the memory limits for the first plan. Memory for other data is not subtracted yet.
+        """Return the memory limits for the first plan, before memory for other data is subtracted.
 
-        Without a budget, ``auto`` layers get a limit that fits the device. If the device memory cannot be
-        measured, these layers get no limit.
+        Without a budget, ``auto`` layers get a limit that fits the device, if device memory can be measured.
 
         Raises:
             UnsupportedError: The policy sets budget.device_bytes, but the memory cannot be measured.
@@ -512,8 +509,8 @@ class Session:
     def _start_planning(self) -> None:
         """Set the first plan from the policy, and create the controller that learns from steps.
 
-        Without ``auto`` layers, the controller only measures the first steps, for the run log and the
-        summary. If the placements of the policy have not changed since the last call, do nothing.
+        Without ``auto`` layers, the controller only measures the first steps, for the run log. If the
+        placements of the policy have not changed since the last call, do nothing.
 
         Raises:
             UnsupportedError: The framework switched checkpointing during training, but several ranks plan

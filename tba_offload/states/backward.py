@@ -123,7 +123,6 @@ class BackwardUpdates(Updates):
         self._last.wait(self.homes.device.stream())  # the current device's stream
 
     def _begin_pass(self) -> None:
-        """Count a backward pass. Prepare updates if this is the last pass before the step."""
         if self._is_updating:
             if self._made is None:
                 raise SessionError(_HALFWAY)

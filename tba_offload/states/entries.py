@@ -296,7 +296,7 @@ def have_moved(bound: Bound, left: Left) -> bool:
 
     Args:
         bound: The states before the update, as views.
-        left: The states after the update. Replaced views are put back into this mapping.
+        left: The states after the update. Views that the update replaced are put back.
     """
     moved = False
     for parameter, entry in left.items():
@@ -321,7 +321,6 @@ def _is_alike(value: object, view: torch.Tensor) -> bool:
 
 
 def _arrived(group: SubGroup, parameter: torch.Tensor, value: Any) -> Any:
-    """Return a state, cut to the slice of a sub-group. Copy a state from a checkpoint to the device."""
     if isinstance(value, Incoming):
         # PyTorch's own Optimizer.load_state_dict uses this data type.
         dtype = parameter.dtype if parameter.is_floating_point() else value.value.dtype
@@ -330,7 +329,6 @@ def _arrived(group: SubGroup, parameter: torch.Tensor, value: Any) -> Any:
 
 
 def _memory(group: SubGroup, place: Place, device: torch.device | None) -> torch.Tensor:
-    """Allocate memory for a complete state. Without ``device``, a master copy gets its own memory back."""
     parameter = place.parameter
     if place.key == MASTER and device is None:
         AwayMaster.allocate(parameter)

@@ -137,8 +137,8 @@ class SubGroup:
     def cut(self, value: Any) -> Any:
         """Return the part of a tensor that belongs to this sub-group.
 
-        If this sub-group is a slice, a tensor with the shape of the parameter is cut to the 1-D slice. Any
-        other value is returned unchanged.
+        If this sub-group is a slice, tensors with the shape of the parameter are cut to the 1-D slice. Other
+        values are returned unchanged.
         """
         if self.part is None or getattr(value, "shape", None) != self.parameters[0].shape:
             return value
@@ -167,7 +167,7 @@ class SubGroup:
         return found
 
     def lay_out(self, states: States, bound: States) -> bool:
-        """Assign each offloadable state a position in the sub-group. Return False if there is no such state.
+        """Assign each offloadable state a position in the sub-group. Return False if no state is offloadable.
 
         Each state starts at a multiple of 64 bytes, like PyTorch's CPU allocations.
 
@@ -315,7 +315,6 @@ class Groups:
         )
 
     def _states_bytes(self, parameter: torch.Tensor) -> int:
-        """Return the bytes to offload for a parameter, at least 1. Before the first update, estimate."""
         own: int = local(parameter).nbytes
         known: int = sum(
             value.value.numel() * parameter.itemsize if isinstance(value, Incoming) else local(value).nbytes
@@ -358,7 +357,6 @@ class Groups:
 
 
 def _is_cut_alike(state: object, parameter: torch.Tensor) -> bool:
-    """Return True if a state can be sliced like its parameter, or is a number that all slices share."""
     value = state.value if isinstance(state, Incoming) else state
     if not isinstance(value, torch.Tensor) or value.numel() <= 1:
         return True

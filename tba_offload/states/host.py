@@ -151,7 +151,6 @@ class HostUpdates:
     # ---- which sub-groups --------------------------------------------------------------------------
 
     def _choose(self, groups: Sequence[SubGroup]) -> None:
-        """Choose the sub-groups for the CPU, and copy their states to host memory."""
         updated = set(groups)
         able = [group for group in self._groups.spread if group in updated and self._is_able(group)]
         # Prefer sub-groups whose states are already in host memory.
@@ -164,7 +163,6 @@ class HostUpdates:
             group.home.release()
 
     def _is_able(self, group: SubGroup) -> bool:
-        """Return True if all updated parameters have states, and fused CPU kernels support the parameters."""
         return all(self._entries.shown(each) and _is_plain(each, each.grad) for each in group.moving)
 
     # ---- one sub-group -----------------------------------------------------------------------------
@@ -172,11 +170,6 @@ class HostUpdates:
     def _update(
         self, group: SubGroup, resident: States, options: Mapping[str, Any], after: Event
     ) -> tuple[States, States]:
-        """Update one sub-group on the CPU, once the event ``after`` is reached on the device.
-
-        Returns:
-            The offloadable states as passed to the update, and all states after the update.
-        """
         after.synchronize()
         self._times.append(time.perf_counter())
         bound = group.views(self._states[group])
@@ -243,14 +236,13 @@ class _Rates:
         return best if seconds[best] < _WORTH_IT * seconds[now] else now
 
     def seconds(self, *nbytes: int) -> float | None:
-        """Return the expected seconds of an update of these bytes on device and CPU; ``None`` if unknown."""
+        """Return the expected seconds of an update, from bytes on device and CPU; ``None`` if unknown."""
         busy = [(some, rates) for some, rates in zip(nbytes, self._sides, strict=True) if some]
         if not busy or not all(rates for _, rates in busy):
             return None
         return max(some * statistics.median(rates) for some, rates in busy)
 
     def learn(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
-        """Add the bytes and seconds of one update, each for the device and for the CPU."""
         for nbytes, took, rates in zip(sizes, seconds, self._sides, strict=True):
             if nbytes:
                 rates.append(took / nbytes)

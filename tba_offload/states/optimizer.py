@@ -171,7 +171,7 @@ class OptimizerStates:
         ``states.update: device``.
 
         Raises:
-            TransferError: A sub-group cannot be read or written. The remaining sub-groups stay as they were.
+            TransferError: A sub-group cannot be read or written. Later sub-groups are not moved.
         """
         slots = self._updates.entries.slots
         with interrupts_put_off():

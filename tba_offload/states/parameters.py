@@ -80,7 +80,7 @@ def _check_parts(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
         raise UnsupportedError(f"the states of this {name} are already offloaded. Close its OptimizerStates")
     if (attribute := _attribute_with_optimizers(optimizer)) is not None:
         why = f"{name} is a wrapper: the optimizers in its attribute {attribute!r} make the updates"
-        raise UnsupportedError(f"{why}. Pass these optimizers instead")
+        raise UnsupportedError(f"{why}. Pass the inner optimizers instead")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError("LBFGS updates all parameters as one vector. Use another optimizer")
     if not (trusted or is_known(optimizer)):
@@ -110,15 +110,13 @@ def _check_group(name: str, group: dict[str, Any], *, of_adafactor: bool) -> Non
 def _goes_by_position(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if an optimizer of bitsandbytes has settings for single parameters.
 
-    All optimizers of bitsandbytes share one manager of these settings. The manager identifies a parameter by
-    its index in the parameter group, which is different in a sub-group.
+    bitsandbytes identifies a parameter by its index in the parameter group, which differs in a sub-group.
     """
     manager = getattr(optimizer, "mng", None)
     return any(getattr(manager, name, None) for name in ("index2config", "module_weight_config_triple"))
 
 
 def _attribute_with_optimizers(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the name of the attribute that holds inner optimizers; ``None`` if no attribute does."""
     own = set(parameters_of(optimizer))
     for attribute, value in vars(optimizer).items():
         for other in tree_leaves(value, lambda each: isinstance(each, torch.optim.Optimizer)):
@@ -246,7 +244,7 @@ def is_dense(value: torch.Tensor) -> bool:
 
 
 def is_distributed(value: object) -> bool:
-    """Return True for a ``DTensor``. This function does not import ``torch.distributed.tensor``."""
+    """Return True for a ``DTensor``, without an import of ``torch.distributed.tensor``."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 

@@ -234,7 +234,6 @@ class Slots:
         return [slot for slot in self._of.values() if not slot.stays]
 
     def _large_enough(self, group: SubGroup, among: Iterable[Slot]) -> list[Slot]:
-        """Return the slots that are large enough for a sub-group, or that may grow to the size needed."""
         usual = self._usual
         return [slot for slot in among if group.nbytes <= max(slot.memory.nbytes, usual)]
 
@@ -294,8 +293,8 @@ class Order:
     """The order in which sub-groups are updated, which determines when each sub-group is needed again.
 
     Args:
-        turns: Whether each update has the reverse order of the last update. An update in reverse order begins
-            with the sub-groups that are still in their slots. These sub-groups need no write and no read.
+        turns: Whether each update has the reverse order of the last update. The first sub-groups of an update
+            are then still in their slots, and need no write and no read.
     """
 
     def __init__(self, *, turns: bool) -> None:

@@ -111,7 +111,6 @@ class Updates:
         return self._make(options)
 
     def _make(self, options: Mapping[str, Any], done: Sequence[SubGroup] = ()) -> StatesRecord:
-        """Update all parameters that have gradients, except the parameters of the sub-groups in ``done``."""
         with self._guarded():
             self.follow()
             try:

@@ -160,7 +160,6 @@ class Offloader:
             self.store.write(batch)
 
     def _make_room(self, nbytes: int) -> None:
-        """Wait until ``nbytes`` bytes fit into the in-flight window, or until no I/O is running."""
         window, began = self.window, time.perf_counter()
         mark = self.device.mark() if self.marks_stalls else None
         while window.is_crowded(window.in_flight, nbytes):
@@ -271,7 +270,6 @@ class Offloader:
         self.store.read(reads)
 
     def _arrived(self, saved: SavedStorage) -> torch.UntypedStorage:
-        """Wait for the read of a saved storage, and return its memory."""
         ref = saved.ref
         read: Any = ref.read
         if not read.is_done or read.error is not None:

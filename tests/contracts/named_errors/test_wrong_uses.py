@@ -293,7 +293,7 @@ def test_an_optimizer_of_another_model(model: Model) -> None:
         stale.zero_grad()
 
     (said,) = told(model, OFFLOAD, loop)
-    assert said.startswith("optimizer.step() was called 3 times, but the AdamW updates none of the model's")
+    assert said.startswith("optimizer.step() was called 3 times, but the optimizer AdamW updates none of the")
     assert "Create the optimizer from the parameters of this model" in said
 
 
