@@ -34,8 +34,8 @@ class Gradients:
 
     Attributes:
         live: Counter of the bytes of existing gradients.
-        was_dropped: Whether the program dropped a gradient in this step before a later backward pass created
-            the gradient again. The values that the step had accumulated are then lost.
+        was_dropped: Whether the program dropped a gradient between two backward passes of this step, so that
+            accumulated values are lost.
         watched: The hook of each parameter, by the ``id()`` of the parameter.
         born: The entries of ``watched`` whose parameter has got a gradient in this step.
     """

@@ -7,8 +7,8 @@ this output and backward never ran, the output would never be freed.
 
 The bytes of a saved tensor that does not require a gradient are read only after the operation that saved the
 tensor has ended. Some kernels still write to a saved input, for example the noise tensor of ``rrelu``. An
-operation creates its autograd node before it saves tensors. A higher node number therefore means that the
-last operation has ended. A tensor that requires a gradient is complete when autograd saves the tensor.
+operation creates its autograd node before it saves tensors, so a higher node number shows that the previous
+operation has ended. A tensor that requires a gradient is complete when autograd saves the tensor.
 """
 
 from __future__ import annotations
@@ -386,8 +386,8 @@ class LayerHooks:
     def _pack_sparse(self, tensor: Tensor, local: Tensor, storage: UntypedStorage) -> Kept | Packed:
         """Save a dense copy of a view that uses little of its storage, or that has its own version counter.
 
-        The copy is offloaded only if the view requires a gradient. Another view may belong to the user's data
-        set, or a running kernel may still write to the view.
+        The copy is offloaded only if the view requires a gradient. A view without a gradient may belong to
+        the user's data set, or a running kernel may still write to the view.
         """
         capture, view, nbytes = self.capture, views.view_of(local), local.nbytes
         if nbytes < capture.min_tensor_bytes or not tensor.requires_grad:

@@ -1,9 +1,9 @@
 """The order in which backward uses activations, and prefetch in this order.
 
 Backward uses activations in the same order in each step, also with gradient accumulation and with the
-pipeline schedules 1F1B and interleaved. Prefetch therefore follows the order that the last step recorded. In
-the first step, and after a layer's placement has changed, some activations have no position in this order.
-Backward is then expected to use the activations of a micro-batch in the reverse order of saving.
+pipeline schedules 1F1B and interleaved. Prefetch therefore follows the order that the last step recorded.
+Activations without a recorded position, for example in the first step, are expected in the reverse order of
+saving.
 
 If a forward pass comes next, fewer activations are prefetched, because the forward pass needs room in the
 in-flight window.
@@ -53,7 +53,7 @@ class PrefetchSchedule:
         self._next, self._last, self._pass = 0, -1, 0
 
     def abandon_step(self) -> None:
-        """Discard the records of a failed step. The expected order stays the same for the next step."""
+        """Discard the records of a failed step. The next step expects the order of the step before."""
         self._refs.clear()
         self._new.clear()
         self._recorded = self._expected

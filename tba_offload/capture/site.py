@@ -52,8 +52,8 @@ class Site:
 
     Attributes:
         own: The layer's own forward.
-        runs: Number of runs in this step.
-        waiting: Number of runs in this step whose backward has not started.
+        runs: Number of forwards of the layer in this step.
+        waiting: Number of forwards of the layer in this step whose backward has not started.
         tracer: The tracer in the last call of the layer.
         checkpoint: The framework's own checkpoint function for this layer; ``None`` if the framework does not
             recompute the layer.

@@ -79,7 +79,7 @@ class StepTimes(NamedTuple):
     Attributes:
         began: Start of the step.
         ended: End of the step.
-        scopes: Times of the scopes of :meth:`StepTrace.whole_scopes`, in the same order.
+        scopes: Times of the scopes, in the order of :meth:`StepTrace.whole_scopes`.
         backward_ends: Times at which the backward passes ended.
         stalls: Start and end of each wait for I/O, in order.
     """

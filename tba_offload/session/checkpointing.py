@@ -23,8 +23,8 @@ class Checkpointing:
     """The layers whose checkpointing a session has taken over.
 
     A switch is an attribute of a module with which a framework enables checkpointing. The switches stay on,
-    but the session replaces the framework's checkpoint function. Each :class:`Site` keeps this function for
-    forwards without a placement, for example inside hooks of the program.
+    but the session replaces the framework's checkpoint function. Each :class:`Site` keeps the original
+    function.
 
     Args:
         stack: The layers of the session.
@@ -44,7 +44,7 @@ class Checkpointing:
         """Replace the checkpoint functions of all switches that are on.
 
         Returns:
-            For each name of a switch, the number of layers whose checkpointing this call has taken over.
+            The number of layers that this call has taken over, by the name of their switch.
         """
         found = Counter[str]()
         switched: dict[nn.Module, Switch] = {}

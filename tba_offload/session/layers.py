@@ -247,7 +247,7 @@ class BackwardWatch:
         """Register a hook that is called when backward reaches a layer.
 
         Args:
-            site: The site of the layer.
+            site: The :class:`Site` of the layer.
             output: The output of the layer.
             scope: The trace of the layer's forward.
         """

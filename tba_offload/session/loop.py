@@ -73,7 +73,7 @@ class Step:
         is_skipped: Whether the gradients were dropped without an update.
         graph_end: Autograd's sequence number of the operation that made the output of the last layer.
         graphs: Weak references to hooks on the outputs of layers. Each hook lives as long as the graph of its
-            layer. A ``WeakSet`` would lose a Ctrl-C that comes during a finalizer.
+            layer.
         seen_tokens: Number of tokens that the model received.
         updates: Start and end of each optimizer step.
         updated: The ``id`` of each parameter that optimizers have updated in this step. An ``id`` stays
@@ -100,7 +100,7 @@ class Step:
         self.opened_itself = self.has_failed = self.is_skipped = self.had_optimizer = False
         self.graph_end = 0
         self.updated: frozenset[int] = frozenset()
-        self.graphs: list[weakref.ref[Callable[..., None]]] = []
+        self.graphs: list[weakref.ref[Callable[..., None]]] = []  # the finalizers of a WeakSet lose a Ctrl-C
         self.updates: list[tuple[float, float]] = []
         self.number = self.seen_tokens = 0
 
@@ -127,7 +127,7 @@ class Step:
     def update_times(self, backward_ends: Sequence[float]) -> list[tuple[float, float]]:
         """Return start and end of each optimizer step.
 
-        An optimizer step with a closure starts at the end of the closure's last backward pass.
+        The time of an optimizer step excludes the forward and backward passes of its closure.
 
         Args:
             backward_ends: Times at which backward passes ended.
@@ -270,7 +270,7 @@ class Loop:
             self._conclude(step)
 
     def fail(self) -> None:
-        """Note that a forward or an optimizer raised an exception, so that the step is not recorded."""
+        """Record that a forward or an optimizer raised an exception, so that the step is not recorded."""
         self._outermost = None
         if self.step is not None:
             self.step.has_failed = True
@@ -342,7 +342,7 @@ class Loop:
     def _optimizer_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise transfer errors of a step before the optimizer changes the weights.
 
-        The ``step`` of an optimizer may call the ``step`` of another optimizer. Only the innermost call is
+        If the ``step`` of an optimizer calls the ``step`` of another optimizer, only the inner call is
         recorded.
         """
         if self.is_inert or self.session is None:

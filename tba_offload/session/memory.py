@@ -1,7 +1,7 @@
 """Memory measurements of a step: the peak, the kinds of data in memory at the peak, and a timeline.
 
 A meter measures live bytes. The in-flight window counts the bytes that the offloader holds. The bytes that a
-layer leaves in memory are measured when the next layer begins. All other bytes count for the current layer.
+layer leaves in memory are measured when the next layer begins. All other bytes count for the layer that runs.
 
 Detailed measurements read the allocator's statistics before each layer. On an accelerator, reading is slow,
 so only some steps are measured: the first three, and steps whose number is a power of two.
@@ -47,7 +47,7 @@ _FULLER = 1 + 1 / 64
 """A measurement replaces the peak of its phase only if the peak grows by at least this factor."""
 
 _MOST = 20_000
-"""Largest number of layer runs in a timeline, and also of waits, of measurements and of transfers.
+"""Largest number of entries of one kind in a timeline, for example of transfers.
 
 The limit keeps a timeline in the run log below a few MiB.
 """
@@ -208,10 +208,10 @@ class Memory:
     # ---- phases of the step ----------------------------------------------------------------------
 
     def layer_ended(self, index: int, way: Placement) -> None:
-        """Note that the forward of a layer has ended.
+        """Record that the forward of a layer has ended.
 
-        The bytes that the layer leaves in memory are measured at the start of the next layer or of the loss.
-        At that moment, the caller has already dropped the layer's inputs.
+        The bytes that the layer leaves in memory are measured later, when the next layer or the loss begins,
+        because the caller has then dropped the layer's inputs.
 
         Args:
             index: Index of the layer.
@@ -222,7 +222,7 @@ class Memory:
             self.enter(LOSS)
 
     def model_ended(self, output: object) -> None:
-        """Note that the model's forward has ended, and the loss begins.
+        """Record that the model's forward has ended, and the loss begins.
 
         Args:
             output: Output of the model. Its bytes are counted as long as the output is alive.
@@ -242,7 +242,7 @@ class Memory:
         Args:
             phase: Phase of the next section.
             index: Index of the layer that runs; ``None`` if no layer runs.
-            scope: The layer run that backward has reached; ``None`` outside of backward.
+            scope: The run of the layer that backward has reached; ``None`` outside of backward.
         """
         if self.meter is None or not self.is_on:
             return
@@ -307,14 +307,14 @@ class _Section:
 
     Attributes:
         layer: Index of the layer that runs, or ran last.
-        scope: The layer run that backward has reached.
-        left: Bytes that this layer run left in memory for backward.
+        scope: The run of the layer that backward has reached.
+        left: Bytes that the layer left in memory for backward.
         uses: Number of activations that backward had used at the start of the section.
         beside: Live bytes that belong to no known kind of data, at the start of the section.
         others: Live bytes that the offloader does not hold, at the start of the section.
         kept: Bytes that saved-tensor hooks had kept in memory at the start of the section.
-        way: Placement of the layer run; ``None`` before the end of its forward.
-        planned: Bytes of the kinds of data that the planner predicts, at the last measurement.
+        way: Placement of the layer; ``None`` before the end of its forward.
+        planned: Bytes of data that the planner predicts, at the last measurement.
         unplanned: Largest number of bytes of data that the planner does not predict.
         whole: Largest value of ``unplanned`` minus the bytes of activations that backward has used since the
             start of the section.

@@ -479,10 +479,10 @@ class Session:
         before = self.checkpointing.taken
         found = self.checkpointing.take_over()
         if found and rank_of_process()[0] == 0:
-            what = f"({', '.join(found)}) of {found.total()} of {len(self.layers)} layers"
+            what = f"{found.total()} of {len(self.layers)} layers ({', '.join(found)})"
             placed = zip(self.sites, self._plan_of_policy().placements, strict=True)
             placements = " or ".join(dict.fromkeys(each for site, each in placed if site.checkpoint))
-            tell(f"the session takes over the framework's checkpointing {what}, with placement {placements}")
+            tell(f"the session takes over checkpointing of {what}, with placement {placements}")
         return self.checkpointing.taken != before
 
     def _limits(self) -> Limits:

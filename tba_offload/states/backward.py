@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tba_offload.states.updates import StatesRecord
 
 _CLOSELY = 3
-"""Number of first steps in which ``step()`` checks all bytes of the parameters for changes.
+"""Number of steps, from the first step, in which ``step()`` checks all bytes of the parameters.
 
 Later, only steps 4, 8, 16 and so on check all bytes.
 """
@@ -127,8 +127,8 @@ class BackwardUpdates(Updates):
             if self._made is None:
                 raise SessionError(_HALFWAY)
             why = f"another backward pass ran after the update: states.micro_batches is {self.micro_batches}"
-            remedy = "Set micro_batches to the passes in a step, set use_reentrant=False for checkpoints"
-            raise SessionError(f"{why}. {remedy}, or set states.when to 'step'")
+            remedy = "Set states.micro_batches to the number of backward passes per step, use_reentrant=False"
+            raise SessionError(f"{why}. {remedy} in checkpoints, or states.when to 'step'")
         self._passes += 1
         self._done: list[SubGroup] = []
         self._open: dict[SubGroup, set[torch.Tensor]] = {}

@@ -47,7 +47,7 @@ Other load on the host may slow down a single update.
 """
 
 _WORTH_IT = 0.95
-"""Sub-groups move between device and CPU only if the expected time falls below this fraction.
+"""Sub-groups move between device and CPU if the update then takes less than this fraction of its time.
 
 Each move costs one more write and read, and a smaller gain may be noise.
 """
@@ -225,7 +225,7 @@ class _Rates:
         self._sides: tuple[deque[float], deque[float]] = (deque(maxlen=_RECENT), deque(maxlen=_RECENT))
 
     def count(self, sizes: Sequence[int], before: int) -> int:
-        """Return the number of sub-groups for the CPU. Now, the CPU updates ``before`` sub-groups."""
+        """Return the number of sub-groups for the CPU. The current number is ``before``."""
         if not self._is_auto:
             return len(sizes)
         if not all(self._sides):

@@ -293,8 +293,8 @@ class Order:
     """The order in which sub-groups are updated, which determines when each sub-group is needed again.
 
     Args:
-        turns: Whether each update has the reverse order of the last update. The first sub-groups of an update
-            are then still in their slots, and need no write and no read.
+        turns: Whether each update has the reverse order of the last update. If True, the first sub-groups of
+            an update are still in their slots.
     """
 
     def __init__(self, *, turns: bool) -> None:
@@ -337,8 +337,8 @@ class Order:
     def next_use(self, group: SubGroup) -> int:
         """Return a number for a sub-group. A larger number means that the sub-group is needed later.
 
-        The sub-group that is updated now has the smallest number. The sub-groups that are still to be updated
-        follow. The sub-groups that are already updated come last, in reverse order.
+        The numbers increase from the current sub-group to the sub-groups that are still to be updated, and
+        then to the updated sub-groups in reverse order.
         """
         place = self._places.get(group, 2 * _FAR)
         if place <= self._at:

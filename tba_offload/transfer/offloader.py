@@ -173,7 +173,7 @@ class Offloader:
     # ---- backward: fetch -------------------------------------------------------------------------
 
     def fetch(self, saved: SavedStorage) -> tuple[torch.UntypedStorage, int]:
-        """Return the bytes of a saved storage. Read bytes that are not in memory from the store.
+        """Return the bytes of a saved storage. If necessary, read the bytes from the store.
 
         Args:
             saved: The saved storage.

@@ -41,8 +41,8 @@ class SavedStorage:
             set again if the storage stays in memory, or if a restored storage is needed more than once.
         alive: Weak reference to the original storage or, after a read, to the restored storage.
         start: Index of the first saved byte in the storage; above 0 if direct I/O needs an aligned address.
-        address: Original address of the saved bytes. The address after a read is equal modulo the store's
-            alignment.
+        address: Original address of the saved bytes. Restored bytes have the same address modulo the
+            store's alignment.
         stream: The stream that produced the bytes or, after a read, the stream of the restored memory.
         is_filling: Whether the operation that saves the storage may still change its bytes.
         is_restored: Whether ``alive`` refers to restored memory.

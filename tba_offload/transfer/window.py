@@ -28,8 +28,7 @@ class TransferStats:
         held: Written bytes that were not freed, because another reference kept the storage in memory.
         fallback_kept: Bytes that stayed in memory because their write failed.
         full: Whether the store had no room for some of the bytes in ``fallback_kept``.
-        stall_seconds: Seconds in which the training thread waited for I/O. An accelerator may be busy during
-            these seconds.
+        stall_seconds: Seconds in which the training thread waited for I/O, even if an accelerator was busy.
         in_flight_peak: Largest number of bytes in flight.
         own_peak: Largest number of bytes of saved storages in memory: in flight or kept.
         stalls: Start and end of each wait of the training thread that takes at least :data:`NOTICEABLE`.
