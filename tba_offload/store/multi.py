@@ -416,9 +416,7 @@ class MultiStore:
             for place in self._places:
                 stack.callback(place.close)
         if hanging:
-            raise _hanging(
-                f"no answer from {hanging}: the store keeps memory and files until the process ends"
-            )
+            raise _hanging(f"no answer from {hanging}: memory and files stay until the process ends")
 
     def abandon(self) -> None:
         """Make the store unusable in a forked child, and close the child's descriptors."""
