@@ -77,8 +77,8 @@ _HOMES = {
     }.items()
     for name in names.split()
 }
-"""The module that defines each public name. A module is imported when one of its names is first used, because
-policies, run logs and plots do not need torch."""
+"""Module that defines each public name. Modules are imported at the first use of a name, because policies,
+run logs and plots do not need torch."""
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605
 

@@ -101,7 +101,7 @@ def attach(
     """
     chunks = chunks_of(model)
     if layers is not None and not layers:
-        raise ConfigError("layers=[] contains no layer. Pass a list of layers, or omit it to find all layers")
+        raise ConfigError("layers=[] contains no layer. Pass at least one layer, or omit layers")
     stack = _find(chunks) if layers is None else explicit_layers(chunks, layers)
     if stack.left_out:
         tell(f"{', '.join(map(str, stack.left_out))}: {_LEFT_OUT}")
@@ -143,7 +143,6 @@ def _find(chunks: list[nn.Module]) -> LayerStack:
 
 
 def _about(chunks: Sequence[nn.Module]) -> dict[str, object]:
-    """Return the name and the number of parameters of a model."""
     parameters = {parameter for chunk in chunks for parameter in chunk.parameters()}  # each counts once
     names = dict.fromkeys(type(_unwrapped(chunk)).__name__ for chunk in chunks)
     known = (parameter.numel() for parameter in parameters if not is_lazy(parameter))

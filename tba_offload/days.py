@@ -1,4 +1,4 @@
-"""The number of bytes written in one day of training without pauses."""
+"""Number of bytes written in one day of training without pauses."""
 
 from __future__ import annotations
 

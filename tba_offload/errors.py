@@ -179,10 +179,7 @@ class DeviceError(StoreError):
 
 
 def is_of_drive(error: BaseException | None) -> bool:
-    """Return True if an error is a failure of a drive, reported by the system or by a checksum.
-
-    Return False for a failure of the program or of the accelerator.
-    """
+    """Return True if an error is a failure of a drive, reported by the system or by a checksum."""
     if not isinstance(error, StoreError):
         return False
     return error.errno is not None or isinstance(error.__cause__, OSError)
@@ -206,7 +203,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def log_warning(name: str, message: str, *figures: object) -> None:
-    """Log a warning to the logger of a module. Hide open progress bars of tqdm while the warning is printed.
+    """Log a warning to the logger of a module, with progress bars of tqdm hidden meanwhile.
 
     Args:
         name: The name of the module.

@@ -1,9 +1,9 @@
 """The command ``tba-offload estimate``.
 
 The command estimates the cost of each placement without data and without a GPU. The model's own code runs
-forward and backward on tensors that have shapes but no data. The hooks and the offloader are the same as in
-a real session. A dispatch mode counts the live bytes and the FLOPs of each operation, and estimates the time
-from the FLOPs. Transfers move no bytes. Each transfer takes the simulated time that the drives would need.
+forward and backward on tensors that have shapes but no data. The hooks and the offloader are those of a real
+session. A dispatch mode counts the live bytes and the FLOPs of each operation, and estimates the time from
+the FLOPs. Transfers take the simulated time that the drives would need.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def run_on_console(
             reads, rate = readable_size(2 * sum(frozen)), readable_rate(sum(frozen) / forward)
             notes += [
                 f"The layers have {readable_size(sum(frozen))} of frozen weights.",
-                f"With weights: {{frozen: offload}}, {readable_size(resident)} of them stay in memory.",
+                f"With 'frozen: offload', {readable_size(resident)} of these weights stay in memory.",
                 f"Each step then reads {reads}. To avoid waits, the drives must read {rate}.",
             ]
         lengths = [length for length in LENGTHS if length <= _longest(dry.model.config)]
@@ -200,7 +200,7 @@ def create(
         sequence: Number of tokens in a sequence.
         lora: Rank of the LoRA matrices that are added to all linear modules of the layers. With LoRA, the
             model's own weights are frozen. ``None`` trains all weights.
-        sizes: Arguments of ``transformers.LlamaConfig``. The sizes are used if ``config`` is ``None``.
+        sizes: Arguments of ``transformers.LlamaConfig``, used if ``config`` is ``None``.
     """
     with required("transformers", "estimate", extra="transformers"):
         import transformers
@@ -245,10 +245,7 @@ def create(
 
 
 def _add_lora(model: Any, rank: int) -> None:
-    """Freeze the model, and add LoRA matrices to all linear modules of the layers.
-
-    The package peft cannot create matrices without data, so this function creates them.
-    """
+    """Freeze the model, and add LoRA matrices, which peft cannot create without data."""
     model.requires_grad_(requires_grad=False)
     for layer in find_layers(model).layers:
         for linear in [each for each in layer.module.modules() if isinstance(each, torch.nn.Linear)]:
@@ -268,8 +265,8 @@ def _longest(config: Any) -> int:
 def _flops_of(function: Any, args: Any, kwargs: Any, output: object) -> int:
     """Return the FLOPs of an operation; 0 if no formula is known.
 
-    PyTorch has no formula for attention on a CPU, so its formula for the GPU kernel is used. PyTorch has no
-    formula for grouped matrix products (``_grouped_mm``), so this function contains one.
+    PyTorch has no formula for attention on a CPU, so its formula for the GPU kernel is used. The formula for
+    grouped matrix products (``_grouped_mm``) is in this function, because PyTorch has none.
     """
     name = getattr(getattr(function, "_overloadpacket", None), "__name__", "none").replace("_for_cpu", "")
     if name == "_grouped_mm":
@@ -283,7 +280,7 @@ def _flops_of(function: Any, args: Any, kwargs: Any, output: object) -> int:
 
 
 class _Tier(Tier):
-    """Simulated drives, or simulated host memory. No data is stored.
+    """Simulated drives, or simulated host memory.
 
     Attributes:
         bandwidth: Write and read rates, and the capacity.
@@ -296,7 +293,7 @@ class _Tier(Tier):
 
 
 class _Machine(Device):
-    """A simulated device and a simulated store in one object. No data is stored.
+    """A simulated device and a simulated store in one object.
 
     Attributes:
         clock: Simulated time in seconds, including compute and waits for I/O.
@@ -333,7 +330,6 @@ class _Machine(Device):
                 tier.pending += each.nbytes
 
     def _place(self, nbytes: int) -> int:
-        """Return 1 if a write goes to host memory, 0 if it goes to a drive."""
         drives, host = self._tiers
         has_room = host.held + nbytes <= (host.bandwidth.capacity or 0)
         return int(has_room and is_for_host(host, drives, self.spill_bytes, self._share))
@@ -345,7 +341,6 @@ class _Machine(Device):
         return max(nbytes - capacity, 0)
 
     def release(self, extent: Extent) -> None:
-        """Subtract the bytes of an extent from the bytes in the store."""
         self._tiers[extent.drive].held -= extent.nbytes
 
     def cancel(self, transfer: Transfer) -> bool:
@@ -366,7 +361,6 @@ class _Machine(Device):
         transfer.finish()
 
     def wait(self, transfer: Transfer) -> None:
-        """Advance the simulated clock to the end of a transfer."""
         while not transfer.is_done:
             self.clock = max(self.clock, self._queue[0][0])
             self.settle()
@@ -409,7 +403,7 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             layer.module.forward = partial(self._call, index, layer.module.forward)
 
     def frozen_bytes(self, bits: int | None = None) -> list[int]:
-        """Return the bytes of frozen weights in each layer. Without frozen weights, return an empty list.
+        """Return the bytes of frozen weights in each layer; an empty list without frozen weights.
 
         Args:
             bits: Bits of one quantized element, 4 or 8, in the format of bitsandbytes. By default, an element
@@ -422,7 +416,7 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def forward_seconds(self) -> float:
-        """Total compute time of forward in all layers, in seconds. Waits for I/O are excluded."""
+        """Total compute time of forward in all layers, in seconds."""
         layers = [slot.layer for slot in self.profile.slots if not slot.backward]
         return float(sum(self.profile.timing(layer, Placement.KEEP).forward for layer in layers))
 
@@ -446,10 +440,7 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return bool(inputs <= min(bandwidth.write * self.forward_seconds, bandwidth.read * backward))
 
     def step(self, plan: Plan) -> Prediction:
-        """Return the predicted figures of the second step under a plan.
-
-        The first step records the order in which backward uses activations. Prefetch needs this order.
-        """
+        """Return the predicted figures of the second step under a plan. The first step does not prefetch."""
         self._capture.learned.clear()
         if any(way.offloads for way in plan.placements):
             self.run(plan)
@@ -485,7 +476,6 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Prediction(seconds, stalled, *peaks, forwarded_bytes=stats.forwarded, sent_bytes=sent)
 
     def _call(self, index: int, forward: Any, *args: Any, **kwargs: Any) -> object:
-        """Run a layer with its placement, and add a hook that runs when backward reaches the layer."""
         trace, way = self._capture.trace, self._placements[index].as_run
         number = sum(scope.key.layer == index for scope in trace.scopes)
         key, given = ScopeKey(index, number, 0, self.names[index]), (*args, *kwargs.values())
@@ -529,7 +519,6 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _recomputed(forward: Any, *args: Any, **kwargs: Any) -> object:
-    """Run a layer inside ``torch.utils.checkpoint``, which saves all tensors among the arguments."""
     tensors: list[Tensor] = []
     layout = take_apart((args, kwargs), tensors)
 

@@ -47,7 +47,7 @@ class Placement(StrEnum):
     percent: int
 
     def __new__(cls, word: str, *flags: str, percent: int = 100) -> Self:
-        """Create a placement. Its flags are plain attributes, because each run of a layer reads the flags."""
+        """Create a placement. Flags are plain attributes, because each run of a layer reads the flags."""
         made = str.__new__(cls, word)
         made._value_ = word
         made.percent = percent
@@ -80,10 +80,7 @@ class Placement(StrEnum):
 
     @property
     def as_run(self) -> Placement:
-        """The placement with which a layer runs.
-
-        A layer with ``auto`` runs as ``offload`` until the planner chooses a placement.
-        """
+        """The placement with which a layer runs: ``offload`` for ``auto`` until the planner has chosen."""
         return Placement.OFFLOAD if self is Placement.AUTO else self
 
 
@@ -95,9 +92,9 @@ def names() -> list[str]:
 class Staying:
     """Selection of the tensors that stay in memory if a percentage of the bytes is offloaded.
 
-    Each tensor is offloaded as a whole, or stays in memory as a whole. At any time in forward, the
-    offloaded bytes differ from ``percent`` of the bytes saved so far by at most half of the largest tensor.
-    Writes are therefore spread evenly over forward.
+    Each tensor is offloaded or stays in memory as a whole. At any time in forward, the offloaded bytes differ
+    from ``percent`` of the bytes saved so far by at most half of the largest tensor. Writes are therefore
+    spread evenly over forward.
 
     Args:
         percent: Percentage of the bytes that is offloaded.

@@ -1,6 +1,5 @@
-"""All private names of PyTorch that tba-offload uses.
+"""All private names of PyTorch that tba-offload uses, except attributes that all releases have.
 
-Other files use only private attributes that all releases of PyTorch have, such as ``_version`` of tensors.
 All names in this module exist in PyTorch 2.10 to 2.13. Comments describe differences between releases.
 """
 
@@ -60,10 +59,9 @@ call_after_backward: Callable[[Callable[[], object]], None] = _engine.queue_call
 
 
 def is_recomputation() -> bool:
-    """Return True if the calling forward runs inside a backward pass.
+    """Return True if the calling forward runs inside a backward pass, as in activation checkpointing.
 
-    The activation checkpointing of PyTorch and of Megatron runs forward inside backward. Backward uses the
-    recomputed tensors immediately, so these tensors are not offloaded.
+    Backward uses the recomputed tensors immediately, so these tensors are not offloaded.
     """
     return current_backward() != -1
 
@@ -93,9 +91,9 @@ def shares_version(probe: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Return True if two tensors share a version counter.
 
     Tensors that share a storage may have different version counters, because ``.data`` and ``from_numpy``
-    create a new counter. PyTorch has no function that compares version counters. This function increases the
-    version of ``probe``, reads the version of ``tensor``, and restores the version of ``probe``. Only C code
-    runs between these operations, so no other thread sees the changed version.
+    create a new counter. This function increases the version of ``probe``, reads the version of ``tensor``,
+    and restores the version of ``probe``. Only C code runs between these operations, so no other thread sees
+    the changed version.
     """
     version = probe._version
     if tensor._version != version:
@@ -124,11 +122,11 @@ _allow_uses = getattr(_C, "_clear_storage_data_ptr_access_error_msg", lambda *_:
 def resize(storage: torch.UntypedStorage, nbytes: int, error: str) -> None:
     """Resize a storage. While a storage has 0 bytes, uses of its tensors raise a ``RuntimeError``.
 
-    Only PyTorch's builds with CUDA can raise this error. In builds without CUDA, such a use can crash.
+    In PyTorch's builds without CUDA, such uses can crash instead.
 
     Args:
         storage: The storage.
-        nbytes: Its new size in bytes.
+        nbytes: The new size of the storage in bytes.
         error: Text of the error.
     """
     _allow_uses(storage._cdata)
@@ -142,10 +140,7 @@ tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
 
 
 def tensors_without_data() -> Any:
-    """Return a context manager under which new tensors have a shape but no memory.
-
-    Tensors without memory have address 0.
-    """
+    """Return a context manager under which new tensors have a shape, no memory, and the address 0."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # the import takes half a second
 
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -173,8 +168,8 @@ class _Unreadable(torch.Tensor):
 def unreadable(like: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the metadata of another tensor, but without bytes.
 
-    ``tensor.data = unreadable(tensor)`` makes a tensor unreadable. All operations then call the function of
-    :func:`call_for_unreadable`, also operations that C++ code or TorchScript calls.
+    After ``tensor.data = unreadable(tensor)``, all operations on ``tensor`` call the function of
+    :func:`call_for_unreadable`, also operations of C++ code or TorchScript.
     """
     tensor: Any = torch.Tensor
     made: torch.Tensor = tensor._make_wrapper_subclass(
@@ -200,8 +195,8 @@ CALLS = nn.Module._call_impl.__code__.co_filename
 """Source file of ``torch.nn.Module``. A Python frame of this file may be a call of a module's forward."""
 
 switch_tracer: Callable[[Any], Any] = eval_frame.set_eval_frame
-"""Set the calling thread's compiler callback, and return the previous callback. The function is
-written in C, because the compiler would trace a Python function."""
+"""Set the calling thread's compiler callback, and return the previous callback. The function is written in C,
+because the compiler would trace a Python function."""
 
 _REASON = (
     "UnsupportedError: tba-offload is attached to this layer, and no graph can span an attached layer. Omit "
@@ -258,9 +253,9 @@ def is_checkpoint_wrapper(module: nn.Module) -> bool:
 def save_arguments_again(hooks: contextlib.AbstractContextManager[object]) -> None:
     """Save the arguments of the innermost running ``torch.utils.checkpoint`` again, inside ``hooks``.
 
-    Only positional arguments are saved again, once for each call of ``checkpoint``. Before PyTorch 2.13, this
-    function does nothing. The function also does nothing if ``checkpoint`` runs inside other saved-tensor
-    hooks, because these hooks have received the arguments.
+    Only positional arguments are saved again, once for each call of ``checkpoint``. This function does
+    nothing before PyTorch 2.13, or if ``checkpoint`` runs inside other saved-tensor hooks, which have already
+    received the arguments.
     """
     top: Any = hooks_on_top()
     cells = top[0].__closure__ if top and top[0].__module__ == "torch.utils.checkpoint" else ()
@@ -301,9 +296,8 @@ _disable = torch.autograd.graph.disable_saved_tensors_hooks
 def _guarded_resize(storage: torch.UntypedStorage, size: int) -> object:
     """Notify open sessions, then resize a storage.
 
-    Megatron and FSDP resize storages to 0 bytes, and fill the storages again before backward. A reference to
-    a storage does not prevent a resize. A session may be writing the storage to a drive, and would then read
-    freed memory.
+    Megatron and FSDP resize storages to 0 bytes, even while a session writes the storage to a drive. The
+    session would then read freed memory.
     """
     for each in list(_guarded):
         each.protect(storage)
@@ -328,8 +322,8 @@ def _disable_without_ours(error_message: str) -> Iterator[None]:
 def watch(capture: Any) -> None:
     """Replace two functions of PyTorch while a session is open.
 
-    Before a storage is resized, PyTorch then calls ``capture.protect``. Transforms of ``torch.func`` then
-    work in attached layers.
+    PyTorch then calls ``capture.protect`` before a storage is resized, and transforms of ``torch.func`` work
+    in attached layers.
 
     Args:
         capture: The :class:`~tba_offload.capture.hooks.Capture` of the session.

@@ -1,8 +1,7 @@
 """Settings of a policy, read from a word, YAML, a dict or Python.
 
 An unknown key, a wrong value or a size without a unit raises :class:`~tba_offload.errors.ConfigError`. For
-each mistake in a policy, the error message names the file, the line and the allowed values. The dataclasses
-in this module check their arguments in the same way.
+each mistake in a policy, the error message names the file, the line and the allowed values.
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ class BudgetConfig:
     means no limit."""
 
     objective: Objective | None = None
-    """Goal of the planner for ``auto`` layers: the shortest step (``time``), or the lowest peak without waits
-    for the drive (``memory``). By default ``time``. If ``budget`` sets no limit, plans with ``time`` use at
-    most nine tenths of the device memory."""
+    """Goal of the planner for ``auto`` layers: the shortest step (``time``, the default), or the lowest peak
+    without waits for the drive (``memory``). If ``budget`` sets no limit, plans with ``time`` use at most
+    nine tenths of the device memory."""
 
     def window(self, saved: int = 0, largest: int = 0) -> int | None:
         """Return the size of the in-flight window in bytes; ``None`` for no limit.
@@ -83,7 +82,7 @@ class StoreConfig:
 
     directories: values.Directories = ()
     """Directories of the store, one per drive, or a single path. Tensors are spread over all drives. ``~``
-    and environment variables (``$SCRATCH``, ``${SCRATCH}``) are expanded. Relative paths start at the working
+    and environment variables such as ``$SCRATCH`` are expanded. Relative paths start at the working
     directory. The default is the system's directory for temporary files."""
 
     capacity: values.Capacity = None
@@ -110,8 +109,8 @@ class StoreConfig:
 
     stall_seconds: values.Seconds = values.STALL_SECONDS
     """Time limit in seconds for a transfer without progress. After a tenth of the limit, a warning names the
-    drive. After the whole limit, the step fails. The value 0 disables the warning and the failure. By default
-    300. Set a smaller limit than the timeout of collective operations, which is ten minutes by default."""
+    drive. After the whole limit, the step fails. By default 300; 0 means no warning and no limit. Set a
+    smaller limit than the timeout of collective operations, which is ten minutes by default."""
 
     readers: values.Threads = None
     """Number of reading threads for each directory. By default one on a machine with at most two cores, else
@@ -140,8 +139,7 @@ _ON_CPU, _ON_ACCELERATOR = 64 * 2**20, 256 * 2**20
 """Default sizes of a sub-group of optimizer states in bytes: on a CPU, and on other devices.
 
 Each kernel launch on an accelerator has a delay, so large sub-groups are faster. On an H200, an update in
-sub-groups of 64 MiB takes 1.6 times as long as in sub-groups of 256 MiB. With 64 MiB, a step with ``when:
-backward`` takes 1.4 times as long as with 256 MiB.
+sub-groups of 64 MiB takes 1.6 times as long as in sub-groups of 256 MiB.
 """
 
 
@@ -150,8 +148,8 @@ class StatesConfig:
     """Settings for offloading optimizer states."""
 
     default: Literal["offload", "auto"] = "offload"
-    """Share of the states to offload. ``offload`` offloads all states. ``auto`` offloads only as many
-    sub-groups as ``budget.device_bytes`` requires."""
+    """Which states to offload. ``offload`` offloads all states. ``auto`` offloads only as many sub-groups as
+    ``budget.device_bytes`` requires."""
 
     sub_group_bytes: values.Capacity = None
     """Size of a sub-group of states in bytes. A sub-group is read and written as a whole. Memory for three
@@ -160,14 +158,12 @@ class StatesConfig:
 
     trust: StrictBool = False
     """Whether to accept an optimizer of an unknown class. Set ``true`` only if the optimizer updates each
-    parameter independently. An optimizer that computes a norm over all parameters would give wrong
-    results."""
+    parameter independently. Otherwise, for example with a norm over all parameters, the results are wrong."""
 
     when: Literal["step", "backward"] = "step"
     """Time of the parameter updates. ``step`` updates in the optimizer's ``step()``. ``backward`` updates a
     sub-group during ``backward()`` as soon as the gradients of the sub-group are final, and then frees these
-    gradients. With ``backward``, parameters have their new values after ``backward()``, and gradient clipping
-    and gradient scalers raise an error."""
+    gradients. With ``backward``, gradient clipping and gradient scalers raise an error."""
 
     micro_batches: values.Passes = 1
     """Number of backward passes between two optimizer steps, with ``when: backward``. The last backward pass
@@ -179,19 +175,19 @@ class StatesConfig:
 
     update: Literal["device", "host", "auto"] = "device"
     """Processor that computes the updates. ``device`` updates on the device. ``host`` updates on the CPU,
-    with states in host memory. ``auto`` updates on both at the same time. The CPU may round differently. With
-    ``host`` and ``auto``, some bits of parameters may therefore differ from plain training. With ``auto``,
-    parameters may also differ between two runs. ``host`` and ``auto`` are experimental. Without an
-    accelerator, ``update`` has no effect."""
+    with states in host memory. ``auto`` updates on both at the same time. ``host`` and ``auto`` are
+    experimental: some bits of parameters may differ from plain training, because the CPU may round
+    differently. With ``auto``, parameters may also differ between two runs. Without an accelerator,
+    ``update`` has no effect."""
 
     def __post_init__(self) -> None:
         in_backward = self.when == "backward"
         if in_backward and self.default == "auto":
-            raise conflict("when", "'backward' cannot be used with default: auto. Use default: offload")
+            raise conflict("when", "'backward' cannot be used with 'default: auto'. Use 'default: offload'")
         if self.micro_batches != 1 and not in_backward:
             raise conflict("micro_batches", "has no effect with when: step. Remove micro_batches")
         if self.update != "device" and (in_backward or self.default == "auto"):
-            raise conflict("update", f"'{self.update}' needs when: step and default: offload. Set both")
+            raise conflict("update", f"'{self.update}' needs 'when: step' and 'default: offload'. Set both")
 
     def sub_group_on(self, device_type: str) -> int:
         """Return the size of a sub-group in bytes on a device.
@@ -209,8 +205,8 @@ class WeightsConfig:
     frozen: values.Share = "keep"
     """Placement of weights without gradients, such as the base model of LoRA. ``keep`` keeps frozen weights
     in memory. ``offload`` reads frozen weights before the forward and the backward of their layer.
-    ``offload-25%`` offloads a share of the bytes, in whole weights, spread over the layers. ``auto`` keeps as
-    many frozen weights in memory as fit the limit of the device."""
+    ``offload-25%`` offloads a quarter of the bytes, in whole weights, spread over the layers. ``auto`` keeps
+    as many frozen weights in memory as fit the limit of the device."""
 
     @property
     def percent(self) -> int:
@@ -261,10 +257,10 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         may_plan = Placement.AUTO in (self.default, *(rule.placement for rule in self.layers))
         if self.weights and self.weights.frozen == "auto" and not self.budget.device_bytes and not may_plan:
-            why = "frozen: auto needs a limit. Set budget.device_bytes, or the placement 'auto' for layers"
+            why = "'frozen: auto' needs a limit. Set budget.device_bytes, or the placement 'auto' for layers"
             raise conflict("weights", why)
         if self.states and self.states.default == "auto" and self.budget.device_bytes is None:
-            why = "default: auto needs budget.device_bytes. Set this limit, or use default: offload"
+            why = "'default: auto' needs budget.device_bytes. Set this limit, or use 'default: offload'"
             raise conflict("states", why)
 
     @property
@@ -369,7 +365,6 @@ def _checked(document: object, source: Source, errors: list[ConfigError], layers
 
 
 def _plain(value: object) -> object:
-    """Convert mappings and tuples to plain dicts and lists."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
@@ -409,7 +404,6 @@ def read_config(config: ConfigLike, *, layers: Layers = None) -> OffloadConfig:
 
 
 def _read_text(text: str, layers: Layers) -> OffloadConfig:
-    """Return the configuration for a word, YAML text or a path."""
     if "\n" in text or ": " in text:
         return OffloadConfig.from_yaml(text, layers=layers)
     with contextlib.suppress(ValueError):

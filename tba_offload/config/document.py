@@ -60,8 +60,6 @@ class Source:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that reads all scalars except true, false and null as text."""
-
     yaml_implicit_resolvers = {}  # noqa: RUF012 - declared so by PyYAML
 
 
@@ -98,8 +96,6 @@ def read_yaml(text: str, file: str | None) -> tuple[object, Source, list[ConfigE
 
 
 class _NodeReader:
-    """Reader that turns YAML nodes into plain values, and collects lines and errors."""
-
     def __init__(self, file: str | None) -> None:
         self.lines: dict[Keys, int] = {}
         self.source = Source(file, self.lines)
@@ -143,7 +139,6 @@ class _NodeReader:
 
 
 _SECTIONS: dict[str, type] = {}
-"""Class of each section, by its key in a document."""
 
 
 def _not_in_documents(value: T, info: ValidationInfo) -> T:
@@ -162,7 +157,7 @@ def conflict(setting: str, message: str) -> PydanticCustomError:
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def settings(key: str) -> Callable[[type[T]], type[T]]:
-    """Return a decorator that turns a class into a frozen dataclass. The constructor checks its arguments.
+    """Return a decorator that turns a class into a frozen dataclass whose constructor checks its arguments.
 
     Args:
         key: Key of the section in a policy, or an empty text for the whole policy.
@@ -213,7 +208,7 @@ def errors_of(error: ValidationError, root: type, source: Source) -> list[Config
 
 
 def _path(found: ErrorDetails, root: type) -> Keys:
-    """Return the path of a setting. Names replace the numbers by which pydantic reports some arguments."""
+    """Return the path of a setting, with names instead of pydantic's numbers of arguments."""
     path = found["loc"]
     if path and isinstance(path[0], int):
         path = (*_legal_keys(root)[path[0] : path[0] + 1], *path[1:])
@@ -235,7 +230,6 @@ _MESSAGES = {
     "unexpected_positional_argument": "this section has more values than keys; its keys are {keys}",
     "unexpected_keyword_argument": "unknown key{guess} (the keys of this section are {keys})",
 }
-"""Message for each of pydantic's error types."""
 
 
 def _message(path: Keys, found: ErrorDetails, root: type) -> str:
@@ -253,7 +247,6 @@ def _message(path: Keys, found: ErrorDetails, root: type) -> str:
 
 
 def _section(path: Keys, root: type) -> type:
-    """Return the class of the section that contains the last key of a path."""
     names = [step for step in path[:-1] if step in _SECTIONS]
     return _SECTIONS[str(names[-1])] if names else root
 

@@ -3,15 +3,13 @@
 A ``match`` has one of three forms:
 
 * **numbers** of layers, from 0: ``"3"``, ``"0-3"`` (both ends included), ``"0,2,8-11"``. ``"last 2"`` counts
-  from the end, so that a policy fits models of any depth. Numbers can be joined with ``last``:
-  ``"0-1,last 2"``.
+  from the end, so that a policy fits models of any depth. Both forms can be joined: ``"0-1,last 2"``.
 * **numbers within a stack**, for models with several stacks: ``"encoder:0-3"``.
 * **a name**, or a glob over names: ``"decoder.layers.2?"``, ``"*.layers.1*"``.
 
-A match with a colon selects numbers within a stack. A match of digits, commas, hyphens, spaces and ``last``
-selects layer numbers. Any other match is a name. If the whole name of a module is a number, match the module
-by layer number or by a glob such as ``"[3]"``. :func:`fnmatch.fnmatchcase` compares globs: a glob must match
-the whole module name, case matters, and ``*`` also matches dots.
+If the whole name of a module is a number, match the module by layer number or by a glob such as ``"[3]"``. A
+glob must match the whole module name, case matters, and ``*`` also matches dots (see
+:func:`fnmatch.fnmatchcase`).
 """
 
 from __future__ import annotations
@@ -88,8 +86,6 @@ Layers = Sequence[LayerId] | None
 def with_depths(layers: Iterable[LayerId], everywhere: Iterable[LayerId]) -> list[LayerId]:
     """Return the layers with ``depth`` set to the number of layers in their stack.
 
-    Matches such as ``last 2`` need ``depth``.
-
     Args:
         layers: The layers to return.
         everywhere: The layers of all ranks.
@@ -105,8 +101,6 @@ def with_depths(layers: Iterable[LayerId], everywhere: Iterable[LayerId]) -> lis
 
 @dataclass(frozen=True)
 class _Match:
-    """Parsed match: a glob over module names, or layer numbers in one stack."""
-
     glob: str | None = None
     ranges: tuple[tuple[int, int], ...] = ()
     from_end: int = 0
@@ -125,11 +119,6 @@ class _Match:
 
 @functools.lru_cache(maxsize=1024)
 def _matcher(match: str) -> _Match:
-    """Parse a match.
-
-    Raises:
-        ConfigError: The match does not have a legal form.
-    """
     stack, colon, numbers = match.strip().rpartition(":")
     if stack.strip().isdecimal():
         raise _malformed(match, f"write {quoted(f'{stack}-{numbers}')} for a range that includes both ends")
@@ -155,7 +144,6 @@ def _malformed(match: str, problem: str) -> ConfigError:
 
 
 def _match(value: object) -> str:
-    """Return the match as text, after checking its form. A match may also be a number."""
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
     if not isinstance(text, str):
         raise ConfigError(f"{quoted(value)} is not text; {_LEGAL_FORMS}")
@@ -283,7 +271,6 @@ class Policy:
 
 
 def _described(layers: Sequence[LayerId]) -> str:
-    """Return ``the layers are 0-7 (decoder.layers.0 ... decoder.layers.7)``."""
     told = []
     for stack in dict.fromkeys(layer.stack for layer in layers):
         own = sorted((each for each in layers if each.stack == stack), key=lambda layer: layer.number)

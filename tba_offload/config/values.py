@@ -63,7 +63,6 @@ def format_size(size: int) -> str:
 
 
 def _bytes(value: object) -> int:
-    """Convert a size, which is a whole number or text with a unit, to bytes."""
     if isinstance(value, str):
         return parse_size(value)
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_BYTES:
@@ -77,10 +76,7 @@ def _limit(value: object) -> int | None:
 
 
 def _window(value: object) -> int | None:
-    """Convert the size of the in-flight window to bytes.
-
-    None means the default size, and 0 means no limit.
-    """
+    """Convert the size of the in-flight window to bytes. None means the default size, 0 means no limit."""
     return None if value is None else _bytes(value)
 
 
@@ -99,14 +95,12 @@ def _seconds(value: object) -> float | None:
 
 
 def _count(value: object) -> int | None:
-    """Convert a whole number, which the YAML reader passes as text."""
     if value is not None and not str(value).isdecimal():
         raise ConfigError(f"must be a whole number, not {quoted(value)}")
     return None if value is None else int(str(value))
 
 
 def _directories(value: object) -> tuple[Path, ...]:
-    """Convert one path or a list of paths to a tuple, with environment variables expanded."""
     several = [value] if isinstance(value, str | Path) else value
     if not isinstance(several, list | tuple):
         raise ConfigError(f"must be a path or a list of paths, not {quoted(value)}")
@@ -134,7 +128,6 @@ def _directory(value: object) -> Path:
 
 
 def _kind(value: object) -> object:
-    """Check that a store kind is built in or registered."""
     if value not in KINDS:
         *most, last = map(repr, KINDS)
         raise ConfigError(f"must be {', '.join(most)} or {last}, not {quoted(value)}")
@@ -142,7 +135,6 @@ def _kind(value: object) -> object:
 
 
 def _order(value: object) -> object:
-    """Check that an order names host memory and drives once each."""
     if isinstance(value, list | tuple) and sorted(map(str, value)) == ["drive", "host"]:
         return tuple(value)
     raise ConfigError(f"must be [host, drive] or [drive, host], not {quoted(value)}")

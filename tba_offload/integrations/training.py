@@ -1,4 +1,4 @@
-"""The session of a trainer's callback. Each call of the trainer's training function opens a new session."""
+"""The session of a trainer's callback, from the start to the end of the trainer's training function."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ class Training:
         optimizers: Sequence[Optimizer] = (),
         batch_size: int | None = None,
     ) -> None:
-        """Attach the model. First, close sessions that an earlier training left open after an exception.
+        """Attach the model, after closing sessions that an earlier training left open after an exception.
 
         Args:
             model: The model to attach.
             optimizers: The optimizers of the model. If the policy has ``states``, the optimizers' states are
                 offloaded.
-            batch_size: Number of sequences in a step, for the run log. If ``model_info`` is passed as an
-                option, ``batch_size`` is ignored.
+            batch_size: Number of sequences in a step, for the run log. ``batch_size`` is ignored if
+                ``model_info`` is passed as an option.
         """
         self.end()
         left = session_of(model)
@@ -99,7 +99,7 @@ class Training:
         """Close the session. A step that is still open is not recorded. A second call does nothing.
 
         Args:
-            error: The exception that ended the training. If there was an exception, an error during closing
+            error: The exception that ended the training, if any. In this case, an error during closing
                 becomes a warning.
         """
         step, self._step = self._step, None

@@ -63,14 +63,11 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         )
 
     def _come_first(self, handler: object) -> None:
-        """Move this callback to the front of the trainer's callbacks.
-
-        By default, a trainer first calls reporting callbacks, such as the callback for TensorBoard. These
-        callbacks must see the figures that this callback adds to a log entry.
+        """Move this callback before reporting callbacks, which must see the added figures.
 
         Args:
-            handler: The trainer's ``CallbackHandler``. A callback's hook does not receive this object as an
-                argument, so the object is read from the frame of the hook's caller.
+            handler: The trainer's ``CallbackHandler``, read from the frame of the hook's caller because the
+                hook does not receive the handler.
         """
         callbacks = getattr(handler, "callbacks", None)
         if isinstance(callbacks, list) and self in callbacks:

@@ -410,7 +410,7 @@ def test_weights_leave_when_activations_need_more(tmp_path: Path) -> None:
 
 
 def test_without_a_limit_it_is_refused() -> None:
-    with pytest.raises(tba.ConfigError, match=r"frozen: auto needs a limit. Set budget\.device_bytes"):
+    with pytest.raises(tba.ConfigError, match=r"'frozen: auto' needs a limit. Set budget\.device_bytes"):
         tba.OffloadConfig.from_dict({"default": "offload", "weights": {"frozen": "auto"}})
     assert (
         tba.OffloadConfig.from_dict({"default": "auto", "weights": {"frozen": "auto"}}).frozen_percent == 100

@@ -170,7 +170,7 @@ store: {directories: ['']} => 1: store.directories: a directory must be a path, 
 store: {directories: "/tmp/\0"} => 1: store.directories: a directory must be a path, not '/tmp/\x00'
 store: {directories: [/a, /b, /a/]} => 1: store.directories: '/a' is given twice; write each directory once
 states: {when: backward, micro_batches: two} => 1: states.micro_batches: must be a whole number, not 'two'
-states: {when: backward, update: host} => 1: states.update: 'host' needs when: step
+states: {when: backward, update: host} => 1: states.update: 'host' needs 'when: step'
 """
 
 
