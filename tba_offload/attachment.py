@@ -60,14 +60,13 @@ def attach(
             is the placement of all layers. A policy can also be the path of a YAML file, YAML text, a dict
             with the keys of a YAML policy, or an :class:`OffloadConfig`.
         layers: The layers to attach. By default, ``attach`` finds the layers of the model.
-        directories: Directories of the store: one path, or one path per drive. This argument replaces the
+        directories: Directories of the store: one path, or one path per drive. ``directories`` replaces the
             directories in the policy.
         optimizer: One or several optimizers whose states are offloaded in addition to activations. See
             :func:`tba_offload.offload_optimizer`.
         tokens: Number of tokens in one micro-batch, or a function that takes the arguments of the model's
-            forward and returns this number. The default is the number of elements of ``input_ids``. If the
-            model has no ``input_ids``, the default is the number of elements of the first positional argument
-            that is a tensor of integers.
+            forward and returns this number. The default is the number of elements of ``input_ids``, or of the
+            first positional argument that is a tensor of integers.
         run_log: Path of the run log. If ``run.jsonl`` exists from an earlier run, the new run writes
             ``run.2.jsonl``. Each process of :mod:`torch.distributed` writes its own log, such as
             ``run.rank0.jsonl``.
@@ -77,7 +76,7 @@ def attach(
         model_info: Facts about the model that the run log records, such as layer sizes, the batch size or a
             name.
         measure_memory: Whether to measure the activation peak. On CUDA, the measurement takes no time. On a
-            CPU, a thread takes samples of the process memory. The thread uses part of one core.
+            CPU, a thread takes samples of the process memory, and uses part of one core.
         status: Whether to log a line for each step. Plans of ``auto`` and the summary of the run are always
             logged. The logger is ``tba_offload.session``. If the program configures no logging handler, the
             lines go to stderr.

@@ -159,10 +159,10 @@ class OutOfServiceError(StoreFullError):
 
 
 class HangingError(StoreError):
-    """A drive has not answered requests within ``store.stall_seconds``, and may still execute them.
+    """A drive has not answered within ``store.stall_seconds``, and may still execute its requests.
 
-    The ``errno`` is ``ETIMEDOUT``. A plain :class:`StoreError` with ``ETIMEDOUT`` means that the drive
-    answered and reported a timeout.
+    The attribute ``errno`` of this error is ``ETIMEDOUT``. A plain :class:`StoreError` with ``ETIMEDOUT``
+    means that the drive answered and reported a timeout.
     """
 
 
@@ -203,7 +203,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def log_warning(name: str, message: str, *figures: object) -> None:
-    """Log a warning to the logger of a module, with progress bars of tqdm hidden meanwhile.
+    """Log a warning to the logger of a module, while the progress bars of tqdm are hidden.
 
     Args:
         name: The name of the module.

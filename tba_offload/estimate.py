@@ -1,9 +1,9 @@
 """The command ``tba-offload estimate``.
 
 The command estimates the cost of each placement without data and without a GPU. The model's own code runs
-forward and backward on tensors that have shapes but no data. The hooks and the offloader are those of a real
-session. A dispatch mode counts the live bytes and the FLOPs of each operation, and estimates the time from
-the FLOPs. Transfers take the simulated time that the drives would need.
+forward and backward on tensors that have shapes but no data. The estimate uses the hooks and the offloader of
+a real session. A dispatch mode counts the live bytes and the FLOPs of each operation, and estimates the time
+from the FLOPs. Transfers take the simulated time that the drives would need.
 """
 
 from __future__ import annotations
@@ -379,7 +379,7 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A model whose tensors have no data, with the hooks and the offloader of a real session.
 
     Attributes:
-        model: The model. Its tensors have shapes but no data.
+        model: The model, whose tensors have shapes but no data.
         names: Module names of the attached layers.
         profile: The :class:`StepProfile` of all steps so far; ``None`` before the first step.
     """
@@ -421,7 +421,7 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return float(sum(self.profile.timing(layer, Placement.KEEP).forward for layer in layers))
 
     def is_carried(self, length: int, bandwidth: Bandwidth) -> bool:
-        """Return True if ``recompute-offload`` does not wait for drives at this sequence length.
+        """Return True if ``recompute-offload`` does not wait for drives at the sequence length ``length``.
 
         The drives must write the inputs of all layers in the time of forward, and read the inputs in the time
         of backward.

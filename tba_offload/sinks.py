@@ -43,8 +43,8 @@ class TensorBoardSink:
 class WandbSink:
     """Sink for W&B. Each curve is named ``tba-offload/`` plus the name of the figure.
 
-    The x-axis of the curves is ``tba-offload/step``. On an accelerator, the figures of a step are known one
-    step later, when W&B's own step counter has advanced, so W&B would drop the figures.
+    The x-axis of the curves is ``tba-offload/step``. W&B's own step counter is not used, because W&B would
+    drop the figures of steps on an accelerator, which are known one step later.
 
     Args:
         run: The run object from ``wandb.init``.

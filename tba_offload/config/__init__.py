@@ -175,9 +175,9 @@ class StatesConfig:
 
     update: Literal["device", "host", "auto"] = "device"
     """Processor that computes the updates. ``device`` updates on the device. ``host`` updates on the CPU,
-    with states in host memory. ``auto`` updates on both at the same time. ``host`` and ``auto`` are
-    experimental: some bits of parameters may differ from plain training, because the CPU may round
-    differently. With ``auto``, parameters may also differ between two runs. Without an accelerator,
+    with states in host memory. ``auto`` updates on the device and on the CPU at the same time. ``host`` and
+    ``auto`` are experimental: some bits of parameters may differ from plain training, because the CPU may
+    round differently. With ``auto``, parameters may also differ between two runs. Without an accelerator,
     ``update`` has no effect."""
 
     def __post_init__(self) -> None:
@@ -280,8 +280,8 @@ class OffloadConfig:
         Args:
             text: The YAML text, which has one document.
             file: Name of the YAML file, for error messages.
-            layers: The layers of all ranks. If given, a rule that has no effect on these layers is also an
-                error.
+            layers: The layers of all ranks. With ``layers``, a rule that has no effect on any layer is also
+                an error.
 
         Raises:
             ConfigError: The text is invalid. The error lists all problems, by line.
@@ -294,8 +294,8 @@ class OffloadConfig:
 
         Args:
             document: The settings. A size is a whole number of bytes, or text with a unit.
-            layers: The layers of all ranks. If given, a rule that has no effect on these layers is also an
-                error.
+            layers: The layers of all ranks. With ``layers``, a rule that has no effect on any layer is also
+                an error.
 
         Raises:
             ConfigError: The dict is invalid. The error lists all problems.
@@ -374,8 +374,8 @@ ConfigLike = OffloadConfig | Mapping[str, object] | str | os.PathLike[str] | Non
 """Types of a policy argument: a word, the path of a YAML file, YAML text, a dict, or a configuration."""
 
 FIT = "fit"
-"""Word that sets all layers to ``auto`` without a budget. Plans then use at most nine tenths of the device
-memory."""
+"""Word that sets all layers to ``auto`` without a budget. Plans for ``"fit"`` use at most nine tenths of the
+device memory."""
 
 
 def read_config(config: ConfigLike, *, layers: Layers = None) -> OffloadConfig:
@@ -384,7 +384,8 @@ def read_config(config: ConfigLike, *, layers: Layers = None) -> OffloadConfig:
     Args:
         config: ``"fit"``, a placement, the path of a YAML file, YAML text, a dict of settings, or a
             configuration. ``None`` means ``"fit"``.
-        layers: The layers of all ranks. If given, a rule that has no effect on these layers is also an error.
+        layers: The layers of all ranks. With ``layers``, a rule that has no effect on any layer is also an
+            error.
 
     Raises:
         ConfigError: The policy is invalid. The error lists all problems.
@@ -448,7 +449,8 @@ def load_config(path: str | Path, *, layers: Layers = None) -> OffloadConfig:
 
     Args:
         path: The file.
-        layers: The layers of all ranks. If given, a rule that has no effect on these layers is also an error.
+        layers: The layers of all ranks. With ``layers``, a rule that has no effect on any layer is also an
+            error.
 
     Raises:
         ConfigError: The file cannot be read, or the policy is invalid. The message lists each problem with

@@ -3,7 +3,8 @@
 A ``match`` has one of three forms:
 
 * **numbers** of layers, from 0: ``"3"``, ``"0-3"`` (both ends included), ``"0,2,8-11"``. ``"last 2"`` counts
-  from the end, so that a policy fits models of any depth. Both forms can be joined: ``"0-1,last 2"``.
+  from the end, so that a policy fits models of any depth. Numbers and ``last`` may be
+  joined: ``"0-1,last 2"``.
 * **numbers within a stack**, for models with several stacks: ``"encoder:0-3"``.
 * **a name**, or a glob over names: ``"decoder.layers.2?"``, ``"*.layers.1*"``.
 

@@ -96,10 +96,10 @@ class Training:
             step.__exit__(None, None, None)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Close the session. A step that is still open is not recorded. A second call does nothing.
+        """Close the session, unless it is already closed. A step that is still open is not recorded.
 
         Args:
-            error: The exception that ended the training, if any. In this case, an error during closing
+            error: The exception that ended the training, if any. After an exception, an error during closing
                 becomes a warning.
         """
         step, self._step = self._step, None

@@ -118,7 +118,7 @@ def experts_in(layer: nn.Module) -> dict[nn.Module, nn.Module]:
 
     The modules of a ``ModuleList`` count as experts if the list has two or more modules, all of the same
     class. If these modules are not experts, the results are still right, because the weights of each module
-    are read when it runs.
+    are read when the module runs.
     """
     found: dict[nn.Module, nn.Module] = {}
     for each in layer.modules():
@@ -129,7 +129,7 @@ def experts_in(layer: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 def slices_of(weight: torch.Tensor, module: nn.Module) -> int:
-    """Return the number of experts if they are slices of one parameter, else 1."""
+    """Return the number of experts whose weights are slices of one parameter; 1 without such experts."""
     if type(weight) is not nn.Parameter or weight.ndim != 3 or not weight.is_contiguous():
         return 1
     is_whole = weight.untyped_storage().nbytes() == weight.nbytes and not weight[0].nbytes % CACHE_LINE

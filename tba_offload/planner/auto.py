@@ -3,21 +3,21 @@
 The controller has three states: LEARN, TRY and HOLD.
 
 LEARN takes three steps. The first step offloads every ``auto`` layer, with a small in-flight window. In the
-other two steps, a quarter of the layers is kept, a quarter is recomputed, and a quarter has the placement
-``offload-remat``. With a small budget, the controller offloads more layers.
+last two steps of LEARN, a quarter of the layers is kept, a quarter is recomputed, and a quarter has the
+placement ``offload-remat``. With a small budget, the controller offloads more layers.
 
 TRY alternates between the best plan and the best uniform plan. A uniform plan gives one placement to all
 layers that are not kept. TRY ends with the plan whose measured steps are faster. If the measured times
 predict a third, faster plan, TRY also measures the third plan.
 
-HOLD repeats the winning plan. If three consecutive steps differ by 10% from the first steps of HOLD, or if a
-store rate changes by a third, the controller makes a new plan.
+HOLD repeats the winning plan. If the times of three consecutive steps differ by 10% from the first steps of
+HOLD, or if a store rate changes by a third, the controller makes a new plan.
 
 If a step is larger than all earlier steps, the controller returns to LEARN. If a step exceeds the budget, the
 controller makes a new plan with a smaller budget.
 
-If the user sets no limit, the budget is the free memory of the device. In this case, a new plan may have at
-most twice the highest activation peak of the earlier steps.
+If the user sets no limit, the budget is the free memory of the device, and a new plan may have at most twice
+the highest activation peak of the earlier steps.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ LEARNING = 3
 """Number of measured steps before the first plan."""
 
 WARM_UP = 1
-"""Number of first steps whose times are ignored, because they are slower than later steps."""
+"""Number of first steps whose times are ignored, because files still grow and caches are empty."""
 
 FIRST_WINDOW = 16
 """Divisor of the budget that gives the size of the in-flight window in the first steps. The window is small,
 because the memory use without activations is not yet measured."""
 
 ROUNDS, ROUNDS_ON_HOST = 2, 3
-"""Number of steps for which TRY measures each plan, by the device's clock and by the host's clock. The
-fastest step of each plan counts."""
+"""Number of steps for which TRY measures each plan: with the clock of the device, and with the clock of the
+host. The fastest step of each plan counts."""
 
 OFF, OFF_STEPS, OTHER_RATE = 0.1, 3, 1 / 3
 """Thresholds for a new plan: relative change of step times, number of consecutive steps with this change, and
@@ -79,8 +79,8 @@ steps. When this limit has grown by the factor ``GROWTH_TO_PLAN``, the controlle
 """
 
 AGREE_EVERY = 8
-"""Number of steps between two agreements of ranks that share layers. These ranks also agree after each of the
-first 16 steps."""
+"""Number of steps between two agreements of ranks that share layers. Ranks also agree after each of the first
+16 steps."""
 
 
 Agree = Callable[[dict[str, Placement], tuple[float, float]], dict[str, Placement]]
@@ -494,7 +494,7 @@ class Controller:
     def need_of(self, proposed: Plan) -> tuple[float, float]:
         """Return the predicted excess over the budget in bytes, and the predicted seconds of a step.
 
-        Both predictions assume that every ``auto`` layer is offloaded. Both are 0 until a plan is made from
+        Both predictions assume that every ``auto`` layer is offloaded, and are 0 until a plan is made from
         measured steps.
         """
         if self.state is State.LEARN or self.profile is None:

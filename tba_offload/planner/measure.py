@@ -74,7 +74,7 @@ class SeenBeside(NamedTuple):
 
     Attributes:
         at_loss: Bytes between the last forward and the first backward.
-        layers: Bytes while each layer runs.
+        layers: Bytes for each layer, while the layer runs.
     """
 
     at_loss: int
@@ -366,8 +366,8 @@ def _fraction(when: float, interval: tuple[float, float]) -> float:
 def with_beside(profile: StepProfile, seen: SeenBeside, placements: Sequence[Placement]) -> StepProfile:
     """Return the profile with the measured memory other than activations, for each kind of layer.
 
-    A measurement includes the bytes that the running layer keeps or recomputes. This function subtracts these
-    bytes, because the simulator adds them itself.
+    Because the simulator adds the bytes that a layer keeps or recomputes, this function subtracts these bytes
+    from the measurement.
     """
     found: dict[int, Beside] = {}
     for layer, (way, beside) in enumerate(zip(placements, seen.layers, strict=True)):
@@ -395,8 +395,8 @@ class Rates:
 
     Attributes:
         floor: Write and read rates that a probe of the store measured, in bytes per second; ``None`` without
-            a probe. These rates are lower bounds until steps have transferred :data:`EVIDENCE` bytes. The
-            rates apply to the tier (drives or host memory) that takes writes first.
+            a probe. Until steps have transferred :data:`EVIDENCE` bytes, lower rates are not used. The rates
+            apply to the tier (drives or host memory) that takes writes first.
     """
 
     def __init__(self) -> None:
@@ -499,7 +499,7 @@ class Sizes:
         return not self._has_grown
 
     def end_step(self) -> bool:
-        """Return True if the step was larger than planned. The planned size then grows to this size."""
+        """Return True if the step was larger than planned, and plan for its size from now on."""
         seen = set().union(*self._seen.values())
         planned = set().union(*(self._planned.get(layer, set()) for layer in self._seen))
         self.is_largest = self._has_grown or (

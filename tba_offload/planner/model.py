@@ -315,7 +315,7 @@ class DeviceShare:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits that a plan must keep. ``None`` means no limit.
+    """Limits that a plan must keep; ``None`` for no limit.
 
     Attributes:
         budget: Largest activation peak in bytes.
@@ -351,7 +351,7 @@ class Limits:
         return float("inf") if self.budget is None else self.budget * (1 - MARGIN)
 
     def planned_in(self, seconds: float) -> float:
-        """Return how many bytes a step of this duration may write within the daily limit."""
+        """Return how many bytes a step of ``seconds`` may write within the daily limit."""
         if self.written_per_day is None:
             return float("inf")
         return self.written_per_day * seconds / DAY * (1 - MARGIN)

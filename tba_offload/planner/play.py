@@ -392,7 +392,7 @@ class _Step:
 
 
 def _passes(slots: list[Slot]) -> list[int]:
-    """Return, for each backward slot, how often a forward directly followed a backward before this slot."""
+    """Return, for each backward slot, the number of earlier changes from a backward to a forward."""
     count, numbers, before = 0, [], False
     for slot in slots:
         count += before and not slot.backward

@@ -1,10 +1,11 @@
 """Solver that simulates candidate plans and returns the best plan.
 
 A candidate keeps the last layers, because backward needs the last layers first. Some of the other layers are
-recomputed or partly rebuilt (*sparing* layers). These layers are spread evenly, because each gives the drive
-time to transfer another layer. All remaining layers are offloaded. The search tries numbers of kept and of
-sparing layers on a grid, then on finer grids. Each candidate gets the largest in-flight window with which the
-peak stays within the budget. This peak assumes a full window at the time of the highest other memory use.
+recomputed or partly rebuilt (*sparing* layers). Sparing layers are spread evenly, because each sparing layer
+gives the drive time to transfer another layer. All remaining layers are offloaded. The search tries numbers
+of kept and of sparing layers on a grid, then on finer grids. Each candidate gets the largest in-flight window
+with which the peak stays within the budget. The predicted peak assumes that the window is full when other
+memory use is highest.
 
 Equal inputs give equal plans.
 """
@@ -242,7 +243,7 @@ class _Search:
     ) -> tuple[Placement, ...]:
         """Return placements that keep the first ``kept`` layers of ``order``.
 
-        Of all other layers, ``sparing`` evenly spread layers get the placement ``way``. The rest gets
+        Of all other layers, ``sparing`` evenly spread layers get the placement ``way``, and the rest gets
         ``others``.
         """
         rest = sorted(order[kept:])

@@ -140,8 +140,8 @@ class Situation:
         If the run offloads optimizer states, the result assumes that all states are offloaded.
 
         Raises:
-            ConfigError: The device has no memory left for activations, or the run log has no measurement of
-                the other memory.
+            ConfigError: The device has no memory left for activations, or the run log does not say how much
+                memory the weights take.
         """
         if self.beside is None:
             raise ConfigError(
@@ -155,8 +155,8 @@ class Situation:
     def case(self, budget: int | None) -> Case:
         """Return the solver input for a budget in bytes, with all layers ``auto``.
 
-        Without a budget, the solver looks for the lowest peak with which training never waits for I/O, and
-        takes no longer than with placement ``keep``.
+        Without a budget, the solver finds the lowest peak without I/O waits and without longer steps than
+        with placement ``keep``.
         """
         limits = Limits(budget, self.config.budget.window(), self.config.store.write_bytes_per_day)
         objective = Objective.MEMORY if budget is None else Objective.TIME

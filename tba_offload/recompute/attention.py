@@ -1,9 +1,9 @@
 """Recomputation of a layer without its attention: the output of attention is saved and reused.
 
-This module registers a function at the dispatch key ``BackendSelect`` for each operation of fused attention,
-because PyTorch registers nothing there. The first run of a layer offloads the output of attention. The second
-run reads the output back. Attention of other layers runs unchanged. A dispatch mode, as in PyTorch's
-selective checkpoint, would make some operations choose other kernels.
+For each operation of fused attention, this module registers a function at the dispatch key ``BackendSelect``,
+which PyTorch does not use for operations on tensors. The first run of a layer offloads the output of
+attention. The second run reads the output back. Attention of other layers runs unchanged. A dispatch mode, as
+in PyTorch's selective checkpoint, would make some operations choose other kernels.
 
 The output is not reused if attention draws random numbers, because later operations would then draw other
 random numbers. The output is also not reused if no input of attention requires a gradient.

@@ -50,7 +50,7 @@ class RecomputedLayer:
     Args:
         site: The :class:`~tba_offload.capture.site.Site` of the layer. If this class cannot recompute the
             layer, the site's own checkpoint function, if any, runs the layer.
-        verifier: Collects the results of comparisons.
+        verifier: Collector of the results of comparisons.
         states: Function that returns states that a recomputation restores in addition to PyTorch's random
             generators.
 
@@ -60,8 +60,8 @@ class RecomputedLayer:
             recompute the layer.
         modes: For each combination of training flags of the layer's modules, the :class:`Mode`.
         tried: The combinations of training flags for which a :class:`Trial` has ended.
-        last_saved: Index of the last saved tensor that requires a gradient. This tensor is always compared,
-            because most differences between two runs also change this tensor.
+        last_saved: Index of the last saved tensor that requires a gradient. The last tensor is always
+            compared, because most differences between two runs also change this tensor.
     """
 
     def __init__(self, site: Any, verifier: Verifier, states: Callable[[], Sequence[State]]) -> None:
@@ -430,7 +430,7 @@ _FRAMEWORKS = frozenset({"torch", "megatron", "transformer_engine", "tba_offload
 
 
 def _static(module: nn.Module) -> dict[int, tuple[str, weakref.ref[torch.UntypedStorage]]]:
-    """Return the storages of parameters and large buffers. Only the versions of these are compared.
+    """Return the storages of parameters and large buffers, which are compared by version.
 
     The address of each storage maps to the name of the tensor and to a weak reference. The weak reference
     shows whether the address still belongs to this storage, because sharding frees storages.

@@ -79,7 +79,8 @@ class Verifier:
         report: Function that is called with a message if a class of layers cannot be recomputed.
 
     Attributes:
-        failed: Classes of layers that ``auto`` does not recompute, because the trial of a layer has failed.
+        failed: Classes of layers that ``auto`` does not recompute, because a test recomputation of one layer
+            has failed.
         close: Function that removes the hook on optimizers.
     """
 
