@@ -117,8 +117,8 @@ def run_on_console(
             reads, rate = readable_size(2 * sum(frozen)), readable_rate(sum(frozen) / forward)
             notes += [
                 f"The layers have {readable_size(sum(frozen))} of frozen weights.",
-                f"With 'frozen: offload', {readable_size(resident)} of these weights stay in memory.",
-                f"Each step then reads {reads}. To avoid waits, the drives must read {rate}.",
+                f"With 'frozen: offload', {readable_size(resident)} of the frozen weights stay in memory.",
+                f"Each step reads {reads} of frozen weights. To avoid waits, the drives must read {rate}.",
             ]
         lengths = [length for length in LENGTHS if length <= _longest(dry.model.config)]
         place = bisect_left(lengths, 1, key=partial(dry.is_carried, bandwidth=bandwidth))

@@ -159,7 +159,7 @@ class RecomputedLayer:
         if fault is None or self.has_failed:
             return
         self.verifier.failed.add(type(self.module))
-        sentence = f"the planner does not recompute {self.name} and other layers of its class: {fault}"
+        sentence = f"the planner does not recompute {self.name} and other layers of the same class: {fault}"
         if OTHER in str(fault):
             warn(sentence, RuntimeWarning)  # the trial may have changed the state of the program
         else:
