@@ -100,7 +100,7 @@ def attach(
     """
     chunks = chunks_of(model)
     if layers is not None and not layers:
-        raise ConfigError("layers=[] contains no layer. Pass at least one layer, or omit layers")
+        raise ConfigError("layers=[] contains no layer. Pass a list of layers, or omit layers")
     stack = _find(chunks) if layers is None else explicit_layers(chunks, layers)
     if stack.left_out:
         tell(f"{', '.join(map(str, stack.left_out))}: {_LEFT_OUT}")
