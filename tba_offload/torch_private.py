@@ -115,23 +115,26 @@ def users_of(storage: torch.UntypedStorage) -> int:
     return int(_C._storage_Use_Count(storage._cdata))
 
 
-_forbid_uses = getattr(_C, "_set_storage_data_ptr_access_error_msg", lambda *_: None)
-_allow_uses = getattr(_C, "_clear_storage_data_ptr_access_error_msg", lambda *_: None)
+_allow_uses = getattr(
+    _C, "_clear_storage_data_ptr_access_error_msg", None
+)  # older releases cannot resize then
+_forbid_uses: Any = _allow_uses and _C._set_storage_data_ptr_access_error_msg
 
 
 def resize(storage: torch.UntypedStorage, nbytes: int, error: str) -> None:
     """Resize a storage. While a storage has 0 bytes, uses of its tensors raise a ``RuntimeError``.
 
-    In PyTorch's builds without CUDA, such uses can crash instead.
+    In PyTorch's builds without CUDA, and in old releases, such uses can crash instead.
 
     Args:
         storage: The storage.
         nbytes: The new size of the storage in bytes.
         error: Text of the error.
     """
-    _allow_uses(storage._cdata)
+    if _allow_uses:
+        _allow_uses(storage._cdata)
     storage.resize_(nbytes)
-    if not nbytes:
+    if _forbid_uses and not nbytes:
         _forbid_uses(storage._cdata, error)
 
 
@@ -169,13 +172,19 @@ def unreadable(like: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the metadata of another tensor, but without bytes.
 
     After ``tensor.data = unreadable(tensor)``, all operations on ``tensor`` call the function of
-    :func:`call_for_unreadable`, also operations of C++ code or TorchScript.
+    :func:`call_for_unreadable`, also operations of C++ code or TorchScript. PyTorch does not allow the
+    assignment on devices of ``PrivateUse1``. On these devices, the tensor has one element with all bits set.
     """
     tensor: Any = torch.Tensor
     made: torch.Tensor = tensor._make_wrapper_subclass(
         *(_Unreadable, like.shape, like.stride()),
         dtype=like.dtype, device=like.device, storage_size=0, _extra_dispatch_keys=_UNREADABLE,
     )  # fmt: skip
+    with without_dispatch():
+        is_allowed = factories._has_compatible_shallow_copy_type(like, made)
+    if not is_allowed:
+        bits = torch.full((like.itemsize,), 255, dtype=torch.uint8, device=like.device)
+        return bits.view(like.dtype).expand(like.shape)
     _C._set_throw_on_mutable_data_ptr(made)
     return made
 

@@ -92,7 +92,7 @@ def test_a_use_is_refused_and_nothing_is_lost(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(
-    not hasattr(torch._C, "_set_storage_data_ptr_access_error_msg"), reason="PyTorch's build has no CUDA"
+    not hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg"), reason="PyTorch's build has no CUDA"
 )
 def test_a_view_that_a_hook_keeps_is_named(tmp_path: Path) -> None:
     model = Model()
