@@ -1,1 +1,1 @@
-"""The activations of a training step: the tensors that layers save, and when backward uses these tensors."""
+"""Capture of the tensors that layers save, and of the times at which backward uses the tensors."""

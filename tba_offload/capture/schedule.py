@@ -127,8 +127,8 @@ class PrefetchSchedule:
     def _follow(self, position: int) -> None:
         """Set the position of backward in the expected order, and let prefetch continue after this position.
 
-        If backward uses an activation much earlier than expected, prefetch does not move to this position.
-        For example, the last layer may use a mask of the first layer.
+        If backward uses an activation much earlier than expected, prefetch continues where it was. For
+        example, the last layer may use a mask of the first layer.
         """
         self._pass = self._expected[position][1]
         given_up = self._window.stats.given_up

@@ -61,7 +61,9 @@ def rates(command: FC) -> FC:
     """Add the options for drive rates to a command. :func:`bandwidth_of` reads these options."""
     write = click.option("--write", type=rate, help="Write rate of all drives together, such as 6GB/s.")
     read = click.option("--read", type=rate, help="Read rate of all drives together.  [default: write rate]")
-    place = click.option("--dir", "place", metavar="DIR", help="Measure the rates of the drive with DIR.")
+    place = click.option(
+        "--dir", "place", metavar="DIR", help="Measure the rates of the drive that holds DIR."
+    )
     return write(read(place(command)))
 
 
@@ -108,7 +110,7 @@ def writing(path: Path, logs: Iterable[Path] = (), *, force: bool = True) -> Ite
 
     Args:
         path: The file to write.
-        logs: Run logs that the command reads, which must not be replaced.
+        logs: The run logs that the command reads. PATH must not be one of these files.
         force: Whether to replace an existing file.
 
     Raises:

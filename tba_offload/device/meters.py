@@ -437,7 +437,7 @@ class LiveBytes:
     def take(self) -> tuple[int, int]:
         """Return the bytes added since the last call, and the largest number of bytes at one time.
 
-        Bytes that were added and freed since the last call count in both numbers.
+        Both numbers include bytes that were added and freed again since the last call.
         """
         with self._lock:
             self._take_freed()

@@ -63,8 +63,8 @@ def run_log_path(path: str | os.PathLike[str], *, agreed: Callable[[int], int] =
 
     Args:
         path: The path that the user gave.
-        agreed: Function that all ranks call together. The function takes the number of this rank's first free
-            path, and returns one number for all ranks. By default, the number of this rank is used.
+        agreed: Function that all ranks call together with the number of their first free path. The function
+            returns the number for all ranks. By default, each rank uses its own number.
     """
     rank, ranks = rank_of_process()
     name = Path(path)
