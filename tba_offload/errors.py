@@ -21,7 +21,7 @@
         ├── ChecksumError                     the bytes read differ from the bytes written
         └── DeviceError                       the accelerator failed, not the drive
 
-    NoEffectWarning (UserWarning)             a valid setting has no effect, or an unexpected one
+    NoEffectWarning (UserWarning)             a valid setting has no effect, or an unexpected effect
     └── NothingSavedWarning                   offloading frees little or no memory
 
 Each error message names the failed operation, the cause and the remedy.

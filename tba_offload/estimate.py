@@ -335,7 +335,7 @@ class _Machine(Device):
         return int(has_room and is_for_host(host, drives, self.spill_bytes, self._share))
 
     def beyond_host(self, nbytes: int) -> int:
-        """Return how many of the ``nbytes`` that a step writes go to drives because host memory is full."""
+        """Return how many bytes do not fit into host memory if a step writes ``nbytes``."""
         capacity = self._tiers[1].bandwidth.capacity or 0
         self._share = drives_share(nbytes, capacity)  # for the next step, as in training
         return max(nbytes - capacity, 0)

@@ -52,7 +52,7 @@ def significant(value: float) -> str:
 
 
 def scale(largest: float, units: Mapping[str, float]) -> tuple[str, float]:
-    """Return the name and size of the largest unit up to ``largest``, or else of the smallest unit.
+    """Return the name and size of the largest unit that is not larger than a value; else the smallest unit.
 
     Args:
         largest: The largest value that is formatted with the unit.

@@ -80,7 +80,7 @@ class Placement(StrEnum):
 
     @property
     def as_run(self) -> Placement:
-        """The placement with which a layer runs: ``offload`` for ``auto`` until the planner has chosen."""
+        """The placement with which a layer runs. ``auto`` runs as ``offload`` until the planner chooses."""
         return Placement.OFFLOAD if self is Placement.AUTO else self
 
 
@@ -92,9 +92,9 @@ def names() -> list[str]:
 class Staying:
     """Selection of the tensors that stay in memory if a percentage of the bytes is offloaded.
 
-    Each tensor is offloaded or stays in memory as a whole. At any time in forward, the offloaded bytes differ
-    from ``percent`` of the bytes saved so far by at most half of the largest tensor. Writes are therefore
-    spread evenly over forward.
+    Each tensor is offloaded or stays in memory as a whole. Writes are spread evenly over forward: at any
+    time, about ``percent`` of the bytes saved so far are offloaded, with an error of at most half the largest
+    tensor.
 
     Args:
         percent: Percentage of the bytes that is offloaded.

@@ -124,7 +124,7 @@ _forbid_uses: Any = _allow_uses and _C._set_storage_data_ptr_access_error_msg
 def resize(storage: torch.UntypedStorage, nbytes: int, error: str) -> None:
     """Resize a storage. While a storage has 0 bytes, uses of its tensors raise a ``RuntimeError``.
 
-    In PyTorch's builds without CUDA, and in old releases, such uses can crash instead.
+    In PyTorch's builds without CUDA, and in old releases, a use of a storage with 0 bytes can crash instead.
 
     Args:
         storage: The storage.
@@ -305,8 +305,8 @@ _disable = torch.autograd.graph.disable_saved_tensors_hooks
 def _guarded_resize(storage: torch.UntypedStorage, size: int) -> object:
     """Notify open sessions, then resize a storage.
 
-    Megatron and FSDP resize storages to 0 bytes, even while a session writes the storage to a drive. The
-    session would then read freed memory.
+    Megatron and FSDP resize storages to 0 bytes, even while a session writes the storage to a drive. Without
+    the notice, the session would read freed memory.
     """
     for each in list(_guarded):
         each.protect(storage)

@@ -113,12 +113,12 @@ class StoreConfig:
     smaller limit than the timeout of collective operations, which is ten minutes by default."""
 
     readers: values.Threads = None
-    """Number of reading threads for each directory. By default one on a machine with at most two cores, else
-    two."""
+    """Number of reading threads for each directory. The default is 1 on a machine with one or two cores, and
+    2 on other machines."""
 
     writers: values.Threads = None
-    """Number of writing threads for each directory. By default one on a machine with at most two cores, else
-    two."""
+    """Number of writing threads for each directory. The default is 1 on a machine with one or two cores, and
+    2 on other machines."""
 
     def __post_init__(self) -> None:
         for setting in ("directories", "host_capacity", "order", "write_bytes_per_day"):

@@ -62,7 +62,7 @@ class LayerId:
         number: Number of the layer, from 0, over all pipeline stages and model chunks. In a model with
             several stacks, the layers of each stack are numbered from 0.
         name: Module name of the layer without wrappers, numbered over all stages: ``decoder.layers.3``.
-            Without a model, the name is empty, and rules by name are not checked.
+            Without a model, the name is empty, and rules that match names are not checked.
         stack: Name of the stack, such as ``encoder``, in a model with several stacks, else None.
         depth: Number of layers in the stack, over all ranks; None if unknown. Comparisons ignore ``depth``.
     """
@@ -261,7 +261,7 @@ class Policy:
         return {self.explain(layer)[0] for layer in known} | {rule.placement for rule in rules}
 
     def unjudged(self, everywhere: Sequence[LayerId]) -> list[Rule]:
-        """Return the rules by name that cannot be checked, because the layers have no names."""
+        """Return the rules with name patterns, which cannot be checked if the layers have no names."""
         if any(layer.name for layer in everywhere):
             return []
         by_name = [rule for rule in self.rules if _matcher(rule.match).glob is not None]

@@ -1,4 +1,4 @@
-"""Search for the layers of a model: blocks that run one after the other."""
+"""Functions that find the layers of a model, which are blocks that run one after the other."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Blocks = dict[str, nn.Module]
 """The blocks of a list, by their position in the list."""
 
 State = tuple[Callable[[], Any], Callable[[Any], object]]
-"""Functions that read a state and set this state. A recomputed layer restores the state before its second
-run."""
+"""Two functions, which read and set a state. The state is restored before the second run of a recomputed
+layer."""
 
 
 class Switch(NamedTuple):
@@ -69,8 +69,8 @@ def value_of_switch(owner: object, attribute: str) -> Any:
 
 
 LEAST_LEFT_OUT = 0.1
-"""Smallest number of parameters, as a fraction of the layers' parameters, for which a list of blocks that is
-not attached is reported."""
+"""A list of blocks that is not attached is reported if its number of parameters, as a fraction of the layers'
+parameters, is at least this number."""
 
 
 @dataclass(frozen=True)
@@ -346,7 +346,7 @@ def _in_stages(stages: Blocks) -> Blocks:
 def _are_alike(blocks: Blocks, *, may_differ: bool) -> bool:
     """Return True if blocks can be layers.
 
-    All blocks must have the same class. With ``may_differ``, two blocks of the same class are enough.
+    By default, all blocks must have the same class. With ``may_differ``, two blocks of one class are enough.
     """
     firsts = {type(block): block for block in reversed(blocks.values())}
     if not all(map(_is_block, firsts.values())):

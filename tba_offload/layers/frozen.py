@@ -26,7 +26,7 @@ class Found(NamedTuple):
     Attributes:
         layer: Index of the layer with the weight.
         name: Name of the parameter in the model.
-        tensors: The parameter. For a quantized weight, also the tensors with packed bytes and scales.
+        tensors: The parameter, and the tensors with packed bytes and scales if the weight is quantized.
         groups: The tensors to offload. Each group contains the tensors of one storage.
         slices: Number of experts that are slices of the parameter; 1 without such experts.
         expert: The expert that has the weight, or the module whose parameter has experts as slices. ``None``

@@ -46,7 +46,7 @@ def prepare(arguments: Sequence[str]) -> Path:
     Raises:
         ConfigError: The script does not exist.
         MissingDependencyError: megatron-core is not installed.
-        UnsupportedError: ``megatron.training``, or a module that it imports, is missing. Or ``--cpu`` is used
+        UnsupportedError: ``megatron.training``, or a module that it imports, is missing; or ``--cpu`` is used
             on a machine with a GPU.
     """
     if "RANK" not in os.environ:

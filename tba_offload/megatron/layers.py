@@ -78,8 +78,8 @@ def find_stack(
 def _switches(blocks: Mapping[Any, AbstractSet[nn.Module]]) -> Iterator[Switch]:
     """Yield a switch for each Megatron configuration that recomputes whole layers.
 
-    Layers that use FP8 or FP4, and layers whose saved inputs Megatron distributes over ranks, get no switch:
-    Megatron itself recomputes these layers.
+    Megatron itself recomputes layers that use FP8 or FP4, and layers whose saved inputs it distributes over
+    ranks. The function yields no switch for the configurations of these layers.
 
     Args:
         blocks: For each block of layers, the attached layers in the block. The caller finds these layers only

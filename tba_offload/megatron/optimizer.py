@@ -220,8 +220,8 @@ def _follow_checkpoints_of_masters(child: Any, states: OptimizerStates) -> None:
 def _follow_copies(child: Any, states: OptimizerStates) -> None:
     """Replace the methods that copy between masters and parameters.
 
-    Masters in memory are copied to parameters as before. The update of an offloaded master already copies the
-    master to its parameter. Parameters are copied to one offloaded master at a time.
+    Masters in memory are copied to parameters as in Megatron. The update of an offloaded master already
+    copies the master to its parameter. Parameters are copied to one offloaded master at a time.
     """
     to_model, to_masters = child._copy_main_params_to_model_params, child._copy_model_params_to_main_params
 

@@ -7,11 +7,11 @@ last two steps of LEARN, a quarter of the layers is kept, a quarter is recompute
 placement ``offload-remat``. With a small budget, the controller offloads more layers.
 
 TRY alternates between the best plan and the best uniform plan. A uniform plan gives one placement to all
-layers that are not kept. TRY ends with the plan whose measured steps are faster. If the measured times
+layers that are not kept. At the end of TRY, the plan with the faster steps wins. If the measured times
 predict a third, faster plan, TRY also measures the third plan.
 
 HOLD repeats the winning plan. If the times of three consecutive steps differ by 10% from the first steps of
-HOLD, or if a store rate changes by a third, the controller makes a new plan.
+HOLD, or if a transfer rate of the store changes by a third, the controller makes a new plan.
 
 If a step is larger than all earlier steps, the controller returns to LEARN. If a step exceeds the budget, the
 controller makes a new plan with a smaller budget.
@@ -54,16 +54,16 @@ WARM_UP = 1
 """Number of first steps whose times are ignored, because files still grow and caches are empty."""
 
 FIRST_WINDOW = 16
-"""Divisor of the budget that gives the size of the in-flight window in the first steps. The window is small,
+"""In the first steps, the in-flight window is the budget divided by this number. The window is small,
 because the memory use without activations is not yet measured."""
 
 ROUNDS, ROUNDS_ON_HOST = 2, 3
-"""Number of steps for which TRY measures each plan: with the clock of the device, and with the clock of the
-host. The fastest step of each plan counts."""
+"""Number of steps in which TRY measures each plan on an accelerator, and the number on a CPU. The fastest
+step of each plan counts."""
 
 OFF, OFF_STEPS, OTHER_RATE = 0.1, 3, 1 / 3
 """Thresholds for a new plan: relative change of step times, number of consecutive steps with this change, and
-relative change of a store rate."""
+relative change of a transfer rate of the store."""
 
 ROOM_CHANGED = "the memory for activations has changed"
 
@@ -79,8 +79,8 @@ steps. When this limit has grown by the factor ``GROWTH_TO_PLAN``, the controlle
 """
 
 AGREE_EVERY = 8
-"""Number of steps between two agreements of ranks that share layers. Ranks also agree after each of the first
-16 steps."""
+"""Number of steps after which ranks that share layers agree on placements again. Ranks also agree after each
+of the first 16 steps."""
 
 
 Agree = Callable[[dict[str, Placement], tuple[float, float]], dict[str, Placement]]
@@ -98,7 +98,7 @@ class Task:
     Attributes:
         policy: Placement of each layer in the policy.
         layers: Model chunk and module name of each layer.
-        limits: Limits that plans must keep.
+        limits: Limits for all plans.
         objective: Goal of plans: shortest step, or lowest peak without a longer step.
         agree: Function with which ranks that share layers agree which layers to recompute; ``None`` if no
             other rank has these layers.
@@ -211,7 +211,7 @@ class Controller:
 
     @property
     def wants_saved(self) -> bool:
-        """Whether the next step runs kept layers with hooks, so that the run log has their saved tensors."""
+        """Whether layers with placement ``keep`` run with hooks in the next step, for the run log."""
         return self.steps == WARM_UP and self.task.keeps_all
 
     @property
@@ -437,9 +437,9 @@ class Controller:
         return self._improved(case, winner)
 
     def _second_plan(self, seen: StepObservation) -> Plan | None:
-        """Return a plan to race against the current plan; ``None`` for no race.
+        """Return a plan that TRY compares with the current plan; ``None`` for no comparison.
 
-        Because predicted I/O waits are uncertain, a plan that waits for I/O races against a plan that
+        Predicted I/O waits are uncertain, so TRY compares a plan that waits for I/O with a plan that
         recomputes layers.
         """
         plan, record, case = seen.plan, seen.record, self._case(UNMEASURED)
@@ -492,10 +492,10 @@ class Controller:
     # ---- agreement of ranks ----------------------------------------------------------------------
 
     def need_of(self, proposed: Plan) -> tuple[float, float]:
-        """Return the predicted excess over the budget in bytes, and the predicted seconds of a step.
+        """Return two predictions for a step that offloads every ``auto`` layer.
 
-        Both predictions assume that every ``auto`` layer is offloaded, and are 0 until a plan is made from
-        measured steps.
+        The first prediction is the number of bytes over the budget, and the second is the duration of the
+        step in seconds. Both predictions are 0 until a plan is made from measured steps.
         """
         if self.state is State.LEARN or self.profile is None:
             return 0.0, 0.0

@@ -59,22 +59,22 @@ ASSUMED = Bandwidth(1e9, 1e9, is_assumed=True)
 """Assumed rates of drives, until a transfer is measured."""
 
 EVIDENCE = 32 << 20
-"""Transferred bytes after which the rates of steps replace the rates that a probe of the store measured."""
+"""After this number of transferred bytes, the rates measured in steps replace the rates of a store probe."""
 
 
 _Size = tuple[int, int]
 
 RunSize = tuple[int, ...]
-"""Size of one layer run: the number of the layer's runs that wait for backward, the bytes and the number of
-gradients, and the dimensions of the inputs."""
+"""Size of one run of a layer: the number of the layer's forwards without a backward so far, the bytes and the
+number of gradients, and the dimensions of the inputs."""
 
 
 class SeenBeside(NamedTuple):
     """Largest memory use in a step, without saved activations.
 
     Attributes:
-        at_loss: Bytes between the last forward and the first backward.
-        layers: Bytes for each layer, while the layer runs.
+        at_loss: Bytes in use between the last forward and the first backward.
+        layers: For each layer, the bytes in use while the layer runs.
     """
 
     at_loss: int
@@ -129,7 +129,7 @@ class _Run(NamedTuple):
 
     @property
     def is_captured(self) -> bool:
-        """Whether hooks recorded saved tensors. For the run log, kept layers run with hooks in one step."""
+        """Whether hooks recorded the saved tensors. Layers with ``keep`` run with hooks in one step."""
         return self.way.is_offloaded or (self.way is Placement.KEEP and bool(self.saved))
 
 
@@ -211,10 +211,10 @@ def _intervals(times: StepTimes) -> list[tuple[tuple[float, float], tuple[float,
 
 
 def _slots(runs: Sequence[_Run], began: float, most_gradients: int | None) -> tuple[tuple[Slot, ...], float]:
-    """Return the forwards and backwards of layers (slots) in order, and the end time of the last slot.
+    """Return the slots (forwards and backwards of layers) in order, and the end time of the last slot.
 
-    Gradients are counted only at the start of slots. Each slot therefore gets the larger count of its own
-    start and the next slot's start.
+    The gradient bytes of a slot are the larger of two counts: at the start of the slot, and at the start of
+    the next slot.
     """
     intervals = [(run.forward, run, False) for run in runs] + [(run.backward, run, True) for run in runs]
     intervals.sort(key=lambda interval: interval[0][0])
@@ -341,7 +341,7 @@ def _saved(
 ) -> Saved:
     """Return the figures of one activation, as medians over the runs of similar layers.
 
-    Figures that the step did not measure come from ``known``.
+    Figures that were not measured in the step come from ``known``.
     """
     pairs = list(zip(runs, column, strict=True))
     saved_at = statistics.median(_fraction(clock(each.packed_at), run.host_forward) for run, each in pairs)
@@ -395,8 +395,8 @@ class Rates:
 
     Attributes:
         floor: Write and read rates that a probe of the store measured, in bytes per second; ``None`` without
-            a probe. Until steps have transferred :data:`EVIDENCE` bytes, lower rates are not used. The rates
-            apply to the tier (drives or host memory) that takes writes first.
+            a probe. Until steps have transferred :data:`EVIDENCE` bytes, a measured rate below the probed
+            rate is not used. The probe measures the tier (drives or host memory) that gets writes first.
     """
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ LEAST_RECOMPUTED = 0.5
 as noise."""
 
 HOOK_SECONDS = 10e-6
-"""Assumed seconds of the training thread to save or to restore one offloaded activation."""
+"""Assumed time in seconds in which the training thread saves or restores one offloaded activation."""
 
 
 # ---- the profile of a step ------------------------------------------------------------------------
@@ -58,10 +58,10 @@ class Beside(NamedTuple):
     The memory consists of temporaries, gradients of activations, and other memory in use.
 
     Attributes:
-        forward: Bytes from the start of the layer's forward to the start of the next layer's forward.
+        forward: Bytes in use from the start of the layer's forward to the start of the next layer's forward.
         backward: Bytes during the layer's backward, if saved activations are read back one after another.
         whole: Bytes during the layer's backward, if all saved activations are in memory from the start.
-            ``whole`` may be smaller than ``backward``, because activations are freed before the peak.
+            ``whole`` may be less than ``backward``, because activations are freed before the peak.
     """
 
     forward: int = 0
@@ -142,7 +142,8 @@ class Slot(NamedTuple):
         micro_batch: Number of the micro-batch in the step.
         backward: True for a backward, False for a forward.
         gap: Seconds of compute outside layers before this forward or backward.
-        gradients: Largest number of gradient bytes at this time; 0 if gradients are not included.
+        gradients: Largest number of gradient bytes in the forward or backward; 0 if gradients are not
+            included.
     """
 
     layer: int
@@ -299,7 +300,7 @@ class DeviceShare:
 
     @property
     def left(self) -> int:
-        """Bytes that the device has left for activations; negative if other data exceeds the device."""
+        """Bytes that the device has left for activations; negative if other data does not fit."""
         return self.device_bytes - self.base_bytes - self.gradient_bytes
 
     @property
@@ -367,7 +368,7 @@ class Prediction:
         peak_bytes: Largest use of the budget in bytes: memory in use and the headroom, minus the memory
             reserved for later gradients.
         written_bytes: Bytes written to drives.
-        activation_peak: Largest use of memory in bytes by activations, by other memory in use, and by the
+        activation_peak: Peak memory in bytes, which includes activations, other memory in use, and the
             headroom.
         held_bytes: ``peak_bytes`` without bytes in flight.
         forwarded_bytes: Bytes of offloaded layers that backward found in memory.

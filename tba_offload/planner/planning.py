@@ -89,7 +89,7 @@ class Planning:
         return self.controller is not None and self.controller.wants_memory
 
     def begin_step(self) -> None:
-        """Begin a step. If the last step failed after its plan was replaced, use the replaced plan again."""
+        """Begin a step. If the last step failed after its plan was replaced, use the original plan again."""
         if self.controller is not None:
             self.controller.sizes.begin_step()
         if self._outgrown is not None:
@@ -185,9 +185,9 @@ class Budget:
         self._at_begin = 0  # bytes of gradients at the start of the step
 
     def begin_step(self, base_bytes: int | None) -> None:
-        """Compute the memory that is available to activations, before forward.
+        """Before forward, compute the memory that is available to activations.
 
-        If less memory is available than the plan was made for, replace the plan for this step.
+        If less memory is available than when the plan was made, replace the plan for this step.
 
         Args:
             base_bytes: Bytes in use on the device, without gradients; ``None`` if not measured.
@@ -198,7 +198,7 @@ class Budget:
         self._planning.leave_if_over_limits()
 
     def end_step(self, record: StepRecord) -> None:
-        """Update the limits after a step, with the step's largest gradient bytes and new optimizer states."""
+        """Update the limits with the gradient bytes and the new optimizer states of a finished step."""
         if record.step == SECOND:
             self._most_gradients = self._at_begin
         self._most_gradients = max(self._most_gradients, record.gradient_peak_bytes or 0)
@@ -278,7 +278,7 @@ class ResidentData:
         planning: The plan in use.
         budget: The memory that activations may use.
         data: Optimizer states and frozen weights. The first items of the sequence get device memory first.
-        chosen: Function that is called with each choice: a line of text, and the entry for the run log.
+        chosen: Function that is called with each choice, as a line of text and as an entry of the run log.
     """
 
     def __init__(

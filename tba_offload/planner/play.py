@@ -306,7 +306,7 @@ class _Step:
             tier.written += item.nbytes
 
     def _tier_for(self, item: _Item, host: _Tier) -> _Tier:
-        """Return the tier (drives or host memory) that takes a write; one without room if both are full."""
+        """Return the tier (drives or host memory) for a write. If both are full, the result has no room."""
         drives = self._drives
         wants_host = is_for_host(host, drives, self._window.spills_above, self._share)
         tier, other = (host, drives) if wants_host else (drives, host)

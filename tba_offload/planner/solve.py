@@ -1,11 +1,11 @@
 """Solver that simulates candidate plans and returns the best plan.
 
 A candidate keeps the last layers, because backward needs the last layers first. Some of the other layers are
-recomputed or partly rebuilt (*sparing* layers). Sparing layers are spread evenly, because each sparing layer
-gives the drive time to transfer another layer. All remaining layers are offloaded. The search tries numbers
-of kept and of sparing layers on a grid, then on finer grids. Each candidate gets the largest in-flight window
-with which the peak stays within the budget. The predicted peak assumes that the window is full when other
-memory use is highest.
+recomputed or partly rebuilt (*sparing* layers). Sparing layers are spread evenly, because the drive transfers
+another layer while a sparing layer runs. All remaining layers are offloaded. The solver varies the
+number of kept layers and the number of sparing layers, first on a coarse grid and then on finer grids.
+Each candidate gets the largest in-flight window with which the peak stays within the budget. The predicted
+peak assumes that the window is full when other memory use is highest.
 
 Equal inputs give equal plans.
 """
@@ -48,8 +48,7 @@ UNMEASURED = 0.05
 """Fraction of the budget that a plan leaves free until a similar step is measured."""
 
 FULLER = 1.1
-"""Factor on the size of a full in-flight window, because predictions with more bytes in flight are less
-certain."""
+"""Safety factor for the bytes of a full in-flight window, because these bytes are hard to predict."""
 
 NO_WAIT, NO_SLOWER = 0.01, 0.02
 """For the objective ``memory``: the largest accepted wait and slowdown, as fractions of a step."""
@@ -154,7 +153,7 @@ class Case:
 
 
 def solve(case: Case) -> Plan:
-    """Return the best plan found, with its prediction, or else the plan that exceeds the limits least."""
+    """Return the best plan, with its prediction. If no plan fits the limits, return the nearest plan."""
     found = _Search(replace(case, profile=coarse(case.profile))).best()
     plan = case.predicted(found)
     if case.fits(found) or found.window is None:
@@ -243,8 +242,8 @@ class _Search:
     ) -> tuple[Placement, ...]:
         """Return placements that keep the first ``kept`` layers of ``order``.
 
-        Of all other layers, ``sparing`` evenly spread layers get the placement ``way``, and the rest gets
-        ``others``.
+        ``sparing`` of the other layers, spread evenly, get the placement ``way``. All remaining layers get
+        the placement ``others``.
         """
         rest = sorted(order[kept:])
         chosen = dict.fromkeys(order[:kept], KEEP)
@@ -300,7 +299,7 @@ def coarse(profile: StepProfile) -> StepProfile:
 
 
 def _with_few_micro_batches(profile: StepProfile) -> StepProfile:
-    """Return the profile with only the micro-batches around the time at which most micro-batches overlap."""
+    """Return the profile of only those micro-batches that run near the time of the largest overlap."""
     places = list(enumerate(slot.micro_batch for slot in profile.slots))
     last = {micro_batch: place for place, micro_batch in places}
     first = {micro_batch: place for place, micro_batch in reversed(places)}

@@ -289,7 +289,7 @@ def _beside_activations(steps: Sequence[StepRecord], updates: Sequence[Any]) -> 
     """Return the largest live bytes before a step, and the largest bytes of gradients.
 
     The live bytes include the optimizer states that the step allocates. If states are offloaded, the live
-    bytes of the last step are returned without the states on the device, whose number may change.
+    bytes are the bytes of the last step, without the optimizer states on the device.
     """
     measured = [step for step in steps if step.base_bytes is not None]
     if updates and measured:

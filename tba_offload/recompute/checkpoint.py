@@ -49,7 +49,7 @@ class RecomputedLayer:
 
     Args:
         site: The :class:`~tba_offload.capture.site.Site` of the layer. If this class cannot recompute the
-            layer, the site's own checkpoint function, if any, runs the layer.
+            layer, the framework's checkpoint function, if any, runs the layer.
         verifier: Collector of the results of comparisons.
         states: Function that returns states that a recomputation restores in addition to PyTorch's random
             generators.
@@ -58,7 +58,7 @@ class RecomputedLayer:
         name: Name of the layer in errors.
         is_left: Whether the framework's checkpoint function runs the layer, because this class cannot
             recompute the layer.
-        modes: For each combination of training flags of the layer's modules, the :class:`Mode`.
+        modes: The :class:`Mode` for each combination of training flags of the layer's modules.
         tried: The combinations of training flags for which a :class:`Trial` has ended.
         last_saved: Index of the last saved tensor that requires a gradient. The last tensor is always
             compared, because most differences between two runs also change this tensor.
@@ -200,7 +200,7 @@ class _Execution:
         self._is_left, self._is_early = False, part is None
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
-        """Run the layer, in the first call with the program's own arguments instead of ``inputs``."""
+        """Run the layer. The first call uses the program's own arguments instead of ``inputs``."""
         hooks: Any = hooks_on_top()
         pack, unpack = hooks
         if not self._given:

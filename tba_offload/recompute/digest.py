@@ -50,7 +50,7 @@ def fold(tensor: torch.Tensor) -> torch.Tensor:
     """Return sums of the 64-bit words of a strided tensor. A change of any byte changes a sum.
 
     Returns:
-        1021 sums: a tensor of 64-bit integers on the same device, of 8 KiB.
+        1021 sums, as a tensor of 64-bit integers (8 KiB) on the same device.
     """
     words, rest = _words(tensor)
     count = words.numel() // _COLUMNS

@@ -1,4 +1,4 @@
-"""Search for side effects in the first run of a layer with each combination of training flags.
+"""Detection of side effects in the first run of a layer with each combination of training flags.
 
 A recomputation restores random generators, the attributes that the second run sets on modules of the layer,
 and small buffers that forward changes in place, such as running statistics. If the forward of a layer changes
@@ -139,7 +139,7 @@ class Look:
         self._before = self._prints()
 
     def learn(self, layer: str, found: States) -> Mode:
-        """Compare the state after the first run, and return the state that a recomputation must restore.
+        """Compare the state before and after the first run, and return the state that must be restored.
 
         If forward assigns another object to an attribute, no error is raised, because :func:`state_kept`
         undoes this change after a second run.

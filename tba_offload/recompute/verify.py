@@ -163,7 +163,7 @@ class SavedTensors:
     """The tensors that one run of a layer saves for backward.
 
     A kernel may still write to a saved tensor that does not require a gradient, such as the noise of
-    ``rrelu``. Such a tensor is therefore read later, when the next operation saves a tensor.
+    ``rrelu``. This class reads the tensor later, when the next operation saves a tensor.
 
     Args:
         layer: The name of the layer.
