@@ -4,7 +4,7 @@ On a CPU, all work is finished when its call returns. Other modules do not depen
 training thread records an event when bytes are produced, and the I/O thread that moves the bytes waits for
 this event.
 
-An accelerator runs asynchronously, so the host's clock does not time the work of an accelerator.
+An accelerator runs asynchronously, so the host's clock cannot time the work of an accelerator.
 :meth:`Device.mark` marks a point in the work of a device without a wait. :meth:`Device.seconds` later returns
 the time at which each mark was reached.
 """

@@ -21,10 +21,10 @@ PORTABLE = 1
 """Flag of the CUDA runtime: the memory is pinned for all devices."""
 
 REFUSALS = frozenset({1, 2, 304, 800, 801})
-"""Errors by which CUDA and ROCm refuse to pin memory.
+"""Errors by which CUDA and ROCm refuse to pin memory. Other errors come from earlier work of the device.
 
-These errors are: invalid value, out of memory, error of the operating system, not permitted, not supported.
-Other errors come from earlier work of the device.
+The numbers mean invalid value, out of memory, error of the operating system, not permitted, and not
+supported.
 """
 
 
@@ -41,8 +41,8 @@ class _Pinned(mmap.mmap):
 def mapped_memory(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
     """Allocate whole pages outside malloc.
 
-    For a model on a CPU, malloc's count of live bytes measures the device memory. The allocated pages are not
-    part of this count.
+    On a CPU, malloc's count of live bytes measures the device memory, but does not include pages outside
+    malloc.
 
     Args:
         nbytes: Size in bytes.

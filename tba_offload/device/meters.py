@@ -164,10 +164,10 @@ THIN = 0.25, 0.02
 is longer than both limits, the samples may have missed the peak."""
 
 WASTED = 1.1, 4 * 2**20
-"""Factor and number of bytes that limit the memory that malloc holds.
+"""Factor and constant (in bytes) that limit the memory that malloc holds.
 
-If the live bytes grow by n bytes, this memory may grow by n times the factor, plus the number of bytes. If
-the limit is exceeded, malloc is set to return freed memory to the system.
+If the live bytes grow by n bytes, malloc may hold ``factor * n + constant`` more bytes. Above this limit,
+malloc is set to return freed memory to the system.
 """
 
 
@@ -244,8 +244,8 @@ class MallocMeter(MemoryMeter):
     def cut(self) -> int:
         """Take a sample, and return its live bytes.
 
-        Reading malloc's count releases the GIL, so another thread may create or free a gradient at this
-        time. This gradient is excluded too, because a sample that is too high would raise the peak.
+        Reading malloc's count releases the GIL, so another thread may create or free a gradient meanwhile.
+        Excluded bytes are therefore read before and after malloc's count, and the larger number is used.
         """
         with self._lock:  # otherwise a sample from before a reset could be added after the reset
             static, began = self._static(), time.thread_time()
@@ -271,7 +271,8 @@ class MallocMeter(MemoryMeter):
         """Take a last sample, unless the meter is paused, and return the largest sample.
 
         In a closely measured step, :attr:`is_thin` becomes True after a long time without a sample. In any
-        other step, it becomes True if :meth:`sample` was not called as often as in the previous step.
+        other step, :attr:`is_thin` becomes True if :meth:`sample` was not called as often as in the previous
+        step.
         """
         peak = super().peak()
         self._watching.clear()
@@ -518,12 +519,11 @@ _GROUPS = {
     "": ("", "memory.max", "memory.current", "inactive_file"),
     "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""Mounts of control groups of versions 2 and 1. For each version: the files with the limit, the usage and the
-cache."""
+"""Mounts of control groups of versions 2 and 1, with the names of the files for limit, usage and cache."""
 
 
 def _group_bytes(root: Path) -> Iterator[int]:
-    """Yield the free bytes of each control group of this process, and of each group above it.
+    """Yield the free bytes of each control group of this process, and of each parent group.
 
     Inside a container, the path of a group may exist only on the host. The mount itself is then the group of
     the container.

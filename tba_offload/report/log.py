@@ -1,13 +1,7 @@
 """Run logs: records, reader and writer, and the choice of the steps from which figures are computed.
 
-A run log is a file of JSON lines: one header, then one record for each step, and other events::
-
-    {"event": "run", "schema": 1, "started": "2025-01-01T00:00:00+00:00", "strategy": "offload", ...}
-    {"event": "step", "step": 1, "seconds": 1.25, "loss": 10.4, ...}
-    {"event": "step", "step": 2, "seconds": 1.12, "loss": 10.1, ...}
-    {"event": "plan", "step": 2, "profile": {...}, "drive": {...}, "layers": {...}, ...}
-    {"event": "memory", "step": 3, "phases": {...}, "layers": [...], "static": {...}, ...}
-    {"event": "timeline", "step": 3, "scopes": [...], "stalls": [...], "points": [...], ...}
+A run log is a file of JSON lines, each with the key ``event``: one header, then one record for each step, and
+other events.
 
 Finite floats are written in their shortest exact decimal form, so every bit is preserved. Other floats are
 written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``, because JSON has only finite numbers. For fields
@@ -127,20 +121,20 @@ class StepRecord:
 
     Attributes:
         step: Number of the step in the session, counted from 1.
-        seconds: Wall-clock time of the ``with session.step()`` block. Without this block, a step lasts from
-            the first forward to the end of the last backward, without optimizers. The time is measured by the
-            GPU's clock if no optimizer runs inside the block, and if the run has a run log or an ``auto``
-            layer. Otherwise, the host's clock measures the time. On a GPU, host time is too short unless the
-            block ends with a call that waits for the device, such as ``loss.item()``.
+        seconds: Wall-clock time of the ``with session.step()`` block. Without a ``session.step()`` block, a
+            step lasts from the first forward to the end of the last backward, without optimizers. The time is
+            measured by the GPU's clock if no optimizer runs inside the block, and if the run has a run log or
+            an ``auto`` layer. Otherwise, the host's clock measures the time. On a GPU, host time is too short
+            unless the block ends with a call that waits for the device, such as ``loss.item()``.
         optimizer_seconds: Wall-clock time of optimizer steps since the end of the previous step; None without
-            an update. On a GPU, this is only the time that the host needed to launch the update or to wait
-            for it.
+            an update. On a GPU, only the time that the host took to launch the update or to wait for the
+            update.
         skipped: Whether the gradients were dropped without an update, as a gradient scaler does after an
             overflow. The planner ignores skipped steps.
         forward_seconds: Time of forward passes; None on a GPU.
         backward_seconds: Time of backward passes; None on a GPU.
-        stall_seconds: Time that the training thread waited for I/O of activations. A GPU may compute during
-            these waits.
+        stall_seconds: Time that the training thread waited for I/O of activations. A GPU may compute while
+            the thread waits.
         tokens: Number of tokens in the step.
         model_flops: Number of floating point operations of the model in the step, without recomputation.
         loss: Loss that the program set, perhaps NaN or infinite. A loss that was set as a tensor is None
@@ -154,14 +148,15 @@ class StepRecord:
         state_bytes: Growth of memory during optimizer steps. Optimizers allocate their states in the first
             step.
         sampled_peak_bytes: Highest memory sample of a step in which a CPU was too busy to take enough
-            samples. In this step, ``activation_peak_bytes`` and ``device_peak_bytes`` are None.
+            samples. The fields ``activation_peak_bytes`` and ``device_peak_bytes`` of this step are None.
         peak_samples: Number of memory samples on a CPU; None if the allocator itself records the peak.
         peak_source: Method that measured ``activation_peak_bytes``, for example ``"cuda allocator"``.
         base_bytes: Live bytes of the allocator at the start of the step, such as parameters and optimizer
             states, without gradients and outputs of earlier steps. On a CPU, ``base_bytes`` counts live bytes
             of the whole process.
         earlier_outputs_bytes: Bytes of model outputs from earlier steps that the program still referenced
-            when the step began, as in ``outputs = model(...)``. The activation peak includes these bytes.
+            when the step began, as in ``outputs = model(...)``. The activation peak includes the bytes of
+            these outputs.
         reserved_peak_bytes: Peak memory that the allocator reserved on the GPU, including the allocator's
             cache; None on a CPU.
         device_peak_bytes: Peak live bytes of the allocator during forward and backward. On a CPU,
@@ -169,19 +164,20 @@ class StepRecord:
         activation_budget_bytes: Limit of the activation peak in the step; None without a budget. The limit is
             the smaller of ``budget.activation_bytes`` and the part of ``budget.device_bytes`` that is left
             for activations and gradients.
-        own_peak_bytes: Peak bytes of activations in memory that the offloader counted. The offloader does not
-            count activations of layers with the placement keep or recompute, because these layers run without
-            hooks.
+        own_peak_bytes: Peak bytes of activations in memory, as counted by the offloader. The offloader does
+            not count activations of layers with the placement keep or recompute, because these layers run
+            without hooks.
         resident_peak_bytes: Peak resident set of the process, as the operating system reports it (VmHWM).
         offloaded_bytes: Bytes written to the store.
-        host_bytes: Bytes written to host memory, in a store with drives and host memory. These bytes are
-            included in ``offloaded_bytes``.
+        host_bytes: Bytes written to host memory, in a store with drives and host memory; a part of
+            ``offloaded_bytes``.
         read_bytes: Bytes read back from the store.
         reread_bytes: Bytes read again after a failed read.
         forwarded_bytes: Bytes that backward took from memory without a read, because the memory was not freed
             yet.
         deduplicated_bytes: Bytes that were not written, because their storage was already offloaded.
-        rebuilt_bytes: Bytes of tensors that backward computed again, instead of being kept or written.
+        rebuilt_bytes: Bytes of tensors that backward computed again, because they were neither kept nor
+            written.
         kept_bytes: Bytes that layers with hooks kept in memory: small tensors, tensors of unsupported kinds,
             and tensors with references outside autograd.
         recomputed_scopes: Number of layer runs that backward recomputed.
@@ -198,7 +194,7 @@ class StepRecord:
         weights_read_bytes: Bytes of frozen weights that were read in the step; None if no frozen weights are
             offloaded.
         weights_waited_seconds: Time that the training thread waited for frozen weights; None if no frozen
-            weights are offloaded. ``stall_seconds`` does not include this time.
+            weights are offloaded. ``stall_seconds`` does not include the wait for weights.
         left_alone_scopes: Number of layer runs without hooks of tba-offload, because saved-tensor hooks of
             other code were active.
         planning_seconds: Time that training waited for the planner after the previous step; None without a
@@ -522,14 +518,14 @@ def _in_json(value: Any) -> Any:
 _NO_FIGURES = {"step", "skipped", "peak_source"}
 
 FIGURES = tuple(name for name in _NAMES[StepRecord] if name not in _NO_FIGURES)
-"""Names of the numeric fields of a step record. Sinks, such as TensorBoard, get a curve of each field."""
+"""Names of the numeric fields of a step record. TensorBoard and other loggers get a curve of each field."""
 
 PREFIX = "tba-offload/"
 """Prefix of curve names."""
 
 
 def curves_of(record: StepRecord, names: Iterable[str] = FIGURES) -> dict[str, float]:
-    """Return the known figures of a step by curve name: ``tba-offload/`` plus the name of the field."""
+    """Return the known figures of a step by curve name, such as ``tba-offload/seconds``."""
     known = {f"{PREFIX}{name}": getattr(record, name) for name in names}
     return {name: value for name, value in known.items() if value is not None}
 
@@ -634,7 +630,7 @@ class HeldBytes(NamedTuple):
         kept: Activations of layers that keep at least some saved tensors, and of layers that run without
             hooks.
         inputs: Inputs of recomputed layers.
-        outputs: Memory that offloaded layers allocated and did not free, without saved tensors.
+        outputs: Memory that offloaded layers allocated and did not free, except saved tensors.
         put_out: Live outputs of the model, from this step or from earlier steps.
     """
 

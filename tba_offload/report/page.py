@@ -119,7 +119,7 @@ _PANELS = (
     ("Step time without update (dashed: stall)", "seconds", "stall_seconds"),
     ("Loss", "loss"),
 )
-"""Title of each panel, with the field of the line and the field of the dashed line."""
+"""Title of each panel, with the fields of the solid line and of the dashed line."""
 
 
 def _steps_figure(logs: Sequence[RunLog], names: Sequence[str]) -> Figure:

@@ -19,7 +19,7 @@ _RANK = re.compile(r"\.rank(\d+)(?=\.jsonl$)")
 
 
 def path_of_rank(path: str | os.PathLike[str], rank: int) -> Path:
-    """Return the path of one rank's log: ``run.rank3.jsonl`` for ``run.jsonl`` and rank 3."""
+    """Return the path of one rank's log, such as ``run.rank3.jsonl`` for ``run.jsonl`` and rank 3."""
     name = Path(path)
     return name.with_name(f"{name.name.removesuffix('.jsonl')}.rank{rank}.jsonl")
 
@@ -43,8 +43,8 @@ def read_runs(paths: Iterable[str | os.PathLike[str]]) -> list[RunLog]:
     """Read run logs, and merge the logs of all ranks of a run into one log.
 
     Args:
-        paths: Run logs. If ``run.jsonl`` does not exist, the logs of its ranks are read: ``run.rank0.jsonl``,
-            ``run.rank1.jsonl`` and so on.
+        paths: Run logs. If ``run.jsonl`` does not exist, the logs of its ranks (``run.rank0.jsonl``,
+            ``run.rank1.jsonl`` and so on) are read.
 
     Raises:
         RunLogError: A log cannot be read, or the log of a rank is missing.

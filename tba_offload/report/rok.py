@@ -51,7 +51,7 @@ class RokPoint:
         device_peak_bytes: Peak live bytes of the device during forward and backward, including weights and
             gradients; None if not measured. On a CPU, ``device_peak_bytes`` counts live bytes of the process.
         throughput: Work of a step divided by the median step time, in ``unit``.
-        unit: Unit of the throughput: ``"FLOP/s"`` or ``"tokens/s"``. FLOPs of recomputation do not count.
+        unit: Unit of the throughput, ``"FLOP/s"`` or ``"tokens/s"``. FLOPs of recomputation do not count.
         step_seconds: Median time of the counted steps in seconds, including the optimizer's update.
         lower_quartile_seconds: Lower quartile of the step times in seconds.
         upper_quartile_seconds: Upper quartile of the step times in seconds.
@@ -81,7 +81,7 @@ class RokPoint:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak in bytes of the memory that ``memory`` names."""
+        """The compared memory peak in bytes."""
         return getattr(self, _PEAKS[self.memory]) or 0
 
     @property

@@ -80,7 +80,7 @@ class Move(NamedTuple):
 
 
 class Drive(NamedTuple):
-    """One kind of data on a drive or in host memory.
+    """A drive or host memory, with one kind of data.
 
     Attributes:
         number: Number of the directory in the policy.

@@ -56,8 +56,8 @@ _PHASES = {
 """Name and description of each phase, and the name of working memory in this phase."""
 
 _WORTH, _OTHERS = 1 / 32, 2
-"""The report shows a change only if the change saves at least this fraction of the peak. The second number
-limits the changes that the report shows after the most effective change."""
+"""Smallest fraction of the peak that a reported change saves, and largest number of changes that the report
+shows after the most effective change."""
 
 _SLOTS, _LARGEST_SUB_GROUP = 3, 64
 """Number of sub-groups of offloaded states in memory at one time, and the largest advised
@@ -68,8 +68,8 @@ _CHUNK = 1024
 be large."""
 
 _OF_THE_MODEL = ("one large gradient", "gradients", "optimizer states", "frozen weights", "one layer")
-"""Causes other than activations. For every cause that is not in this list, no change can lower the peak of
-backward below the memory of the gradients and of one layer."""
+"""Causes other than activations. A change of activations cannot lower the peak of backward below the memory
+of the gradients and of one layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +293,7 @@ def _lasting(log: RunLog, step: StepRecord, memory: MemoryEvent) -> dict[str, in
 
 
 def _held(peak: PhasePeak, lasting: Mapping[str, int]) -> dict[str, int]:
-    """Return the bytes of a peak by holder. Counters may lag behind the allocator, so the sum is limited."""
+    """Return the bytes of a peak by holder. The sum is the peak, even if counters lag."""
     left, books = peak.nbytes, peak.held._asdict() | {"beside": peak.beside}
     held = dict(lasting) | {"gradients": peak.gradients}
     held["parameters"] += peak.frozen
@@ -338,7 +338,7 @@ def _held_elsewhere(seen: Diagnosis, _: MemoryEvent) -> Iterator[Cause]:
 def _known_elsewhere(seen: Diagnosis) -> int:
     """Return the bytes that references outside autograd keep in memory.
 
-    Only the first step writes these bytes, without freeing memory.
+    Later steps do not offload the referenced tensors, so the largest number of all steps is used.
     """
     return max(step.held_bytes for step in seen.log.steps)
 

@@ -66,8 +66,8 @@ def round_up(nbytes: int, multiple: int) -> int:
 class Store(ABC):
     """Base class of stores, which keep bytes in a file on one drive, in host memory, or elsewhere.
 
-    A subclass implements :meth:`write` and :meth:`read`. I/O threads call both methods, several at the same
-    time. During a write, no other call uses the extent. After a :class:`tba_offload.errors.StoreFullError`,
+    A subclass implements :meth:`write` and :meth:`read`, which several I/O threads may call at the same time.
+    During a write, no other call uses the extent. After a :class:`tba_offload.errors.StoreFullError`,
     :class:`tba_offload.store.multi.MultiStore` does not let the store grow for a while. If a write raises any
     other ``OSError`` or a ``MemoryError``, the store gets no writes for a while. Other exceptions are treated
     as errors of the program.
@@ -232,7 +232,7 @@ def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
 
     Args:
         error: The exception of the block; ``None`` if the block raised nothing.
-        close: Function that closes a store, or that closes an object with a store.
+        close: Function that closes a store, or the owner of a store.
 
     Raises:
         StoreError: The store cannot be closed.

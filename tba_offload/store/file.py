@@ -4,8 +4,8 @@ Direct I/O needs addresses, offsets and lengths that are multiples of the drive'
 memory on the CPU to 64 bytes only. A write without a copy therefore starts at the storage's address rounded
 down to a block, and ends at the storage's end address rounded up to a block. The additional bytes are in
 mapped memory, because a block is no larger than a page. The ``lead`` of an extent is the distance from the
-start of the write to the payload. A read without a copy is possible if the target's address has this distance
-from a block, and if the target's storage contains the whole first and last block.
+start of the write to the payload. A read needs no copy if the target begins ``lead`` bytes after the start of
+a block, and if the target's storage contains the whole first and last block.
 
 Bytes are copied through a staging slab in three cases: the bytes are on a GPU, the target of a read has
 another lead, or the file system is neither ext4 nor XFS. Other file systems may compute checksums of blocks
@@ -60,8 +60,8 @@ class FileStore(Store):
     Args:
         directory: An existing directory in which to create the file.
         device: The device with the activations.
-        capacity: Largest size of the file in bytes. By default, the store leaves room for other files, such
-            as checkpoints: a twentieth of the file system, and at least 1 GiB.
+        capacity: Largest size of the file in bytes. By default, a twentieth of the file system and at least 1
+            GiB stay free for other files.
         checksum: Whether to compute checksums.
         slabs: Number of staging slabs, one for each I/O thread. For a GPU, the slabs are pinned when the
             store is opened, because pinning memory inside a step would block the device.
@@ -71,7 +71,7 @@ class FileStore(Store):
         size: Size of the file in bytes.
         mount: The mount of the file's file system.
         block: Block size in bytes. Addresses and lengths of transfers are multiples of ``block``.
-        path: Name of the I/O path: ``"O_DIRECT"`` or ``"buffered"``.
+        path: Name of the I/O path, ``"O_DIRECT"`` or ``"buffered"``.
         reason: Why the file does not use the fastest path; ``None`` if the path is the fastest.
 
     Raises:

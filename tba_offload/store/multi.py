@@ -70,8 +70,8 @@ class MultiStore:
     Attributes:
         completed: Queue to which I/O threads append each ended transfer; ``None`` if unused.
         stall_seconds: The argument ``stall_seconds``; infinite if there is no limit.
-        spill_bytes: Limit of the bytes that wait for drives. Above the limit, writes go to host memory. If
-            writes go to host memory first, the limit also applies to the bytes that wait for host memory.
+        spill_bytes: Limit of the bytes that wait for drives, above which writes go to host memory. If writes
+            go to host memory first, the limit also applies to the bytes that wait for host memory.
         alignment: The largest alignment of the stores, which is valid for all stores.
         kind: The kinds of the stores, joined by ``+``.
         beside: Index of the host memory if there are both drives and host memory, else ``None``.

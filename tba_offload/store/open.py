@@ -115,7 +115,7 @@ def temporary_directory() -> str:
 
 
 def saves_nothing(config: StoreConfig) -> str | None:
-    """Return why a store frees no memory for a model on the CPU; ``None`` if it frees memory."""
+    """Return the reason why a store frees no memory of a model on the CPU; ``None`` if it frees memory."""
     remedy = "choose a directory on a drive"
     if config.kind == "host":
         return f"kind: host keeps activations in host memory; {remedy}, with kind: file"

@@ -1,4 +1,4 @@
-"""Transfers, and the state of one drive or of host memory: I/O threads, free room, failures and load."""
+"""Transfers, and the I/O threads, free room, failures and load of one drive or of host memory."""
 
 from __future__ import annotations
 

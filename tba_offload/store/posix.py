@@ -85,7 +85,7 @@ class Mount(NamedTuple):
         kind: The kernel's name of the file system, such as ``"nfs4"`` or ``"fuse.sshfs"``; ``"unknown"`` if
             the kernel does not report the name.
         source: The mounted device or export, such as ``"/dev/nvme0n1p1"``; empty if unknown.
-        place: Where the file system keeps its bytes: ``"memory"``, ``"network"`` or ``"drive"``. File systems
+        place: Where the file system keeps its bytes, ``"memory"``, ``"network"`` or ``"drive"``. File systems
             in user space count as ``"network"``, and overlays count as ``"drive"``.
     """
 

@@ -1,4 +1,4 @@
-"""Offloading of frozen weights. They are in memory only while their layer computes."""
+"""Offloading of frozen weights, which are in memory only while their layer computes."""
 
 from __future__ import annotations
 

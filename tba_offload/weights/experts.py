@@ -1,4 +1,4 @@
-"""Indices of experts: the experts that a function reads, and the experts that a router selects."""
+"""Functions that find the experts that a call reads or that a router selects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def experts_for(func: Any, args: Any, kwargs: Any, every: Sequence[int]) -> Coll
         func: The function that is called with the parameter.
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
-        every: The indices of all experts. The function returns them if it does not know ``func``.
+        every: The indices of all experts, which are returned if ``func`` is unknown.
     """
     if func is torch.Tensor.transpose and {dim % 3 for dim in args[1:]} == {1, 2}:
         return ()

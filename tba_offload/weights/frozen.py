@@ -59,8 +59,8 @@ class FrozenWeights:
         layers: The layers in the order in which they run.
         config: The configuration. Only ``store``, ``min_tensor_bytes`` and the percentage in ``weights`` are
             used.
-        count: Called with each change of the device memory, in bytes.
-        tell: Called with a message if weights stay in memory.
+        count: Function that is called with each change of the device memory, in bytes.
+        tell: Function that reports a message if weights stay in memory.
 
     Attributes:
         nbytes: Bytes of all weights in the store.
@@ -97,8 +97,7 @@ class FrozenWeights:
         """Bring all weights back into memory and close the store. May be called twice.
 
         Raises:
-            TransferError: Some weights cannot be read. The other weights are in memory again. The next call
-                tries again.
+            TransferError: Some weights cannot be read. The next call of ``close`` reads these weights again.
         """
         with self._loans.lock, torch_private.without_subclasses(), ExitStack() as at_last:
             while self._handles:
@@ -117,7 +116,7 @@ class FrozenWeights:
     # ---- counts ----------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Begin to count the reads of a step. Weights that are in memory already count as read in it."""
+        """Begin to count the reads of a step, including weights that are already in memory."""
         with self._loans.lock, torch_private.without_subclasses():
             self._loans.reclaim()
         self._homes.take()
@@ -128,7 +127,7 @@ class FrozenWeights:
         return self._homes.take()
 
     def watch_moves(self, seen: Callable[[Moved], object] | None) -> None:
-        """Call a function after each call that moves bytes. See :meth:`MultiStore.watch_moves`."""
+        """Call a function after each transfer. See :meth:`MultiStore.watch_moves`."""
         self._homes.store.watch_moves(seen)
 
     # ---- how many weights stay in memory ---------------------------------------------------------
@@ -149,7 +148,7 @@ class FrozenWeights:
         """Offload the first ``offloaded`` weights from now on, and keep the other weights in memory.
 
         Raises:
-            TransferError: A weight cannot be read or written. The remaining weights stay as they were.
+            TransferError: A weight cannot be read or written. All later weights are unchanged.
         """
         with self._loans.lock, torch_private.without_subclasses():
             self._loans.reclaim()
@@ -221,8 +220,8 @@ class FrozenWeights:
 
         Args:
             number: The layer.
-            is_part: True for the forward of a module inside the layer. Such a forward can run without the
-                forward of the layer, for example in a method ``layer.step()``.
+            is_part: True for the forward of a module inside the layer. A method such as ``layer.step()`` can
+                call this module without the forward of the layer.
             module: The layer, or the module inside the layer.
 
         Raises:
@@ -269,7 +268,7 @@ class FrozenWeights:
                         weight.shut()
 
     def _watch_output(self, number: int, output: object) -> bool:
-        """Add hooks to the outputs of a layer that require gradients. Return True if there are such outputs.
+        """Add hooks to the outputs of a layer that require gradients. Return True if any output has a hook.
 
         The hooks read the weights of the layer when backward reaches an output.
 
@@ -308,7 +307,7 @@ class FrozenWeights:
 
         Args:
             number: The layer.
-            run: Before the backward of the layer, the experts that its forward has used.
+            run: The experts that the layer's forward has used; ``None`` before a forward.
         """
         with self._loans.lock, torch_private.without_subclasses():
             self._loans.pointed.clear()
@@ -367,7 +366,7 @@ class _Pass:
 
 
 class _Hook(partial[object]):
-    """A module hook that cannot be copied. A copy of the model must not use these weights."""
+    """A module hook that cannot be copied, because a copy of the model must not use the same weights."""
 
     def __call__(self, *given: Any) -> Any:
         if not torch.compiler.is_compiling():  # compiled code runs within the hooks of its layer

@@ -1,4 +1,4 @@
-"""The class of frozen weights while their bytes are in the store, and uses of such weights."""
+"""The class of a frozen weight while the bytes of the weight are in the store."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 class Guard:
-    """A base class of frozen weights outside of their layers. The second base is the weight's own class.
+    """A base class of frozen weights outside of their layers. The other base is the weight's original class.
 
-    A weight stays the same object. Only its class changes, so that functions of PyTorch call
-    ``__torch_function__``. Functions that need only metadata read no bytes. For all other functions, the
-    values are read from the store.
+    Offloading changes the class of a weight, so that functions of PyTorch call ``__torch_function__``. The
+    weight stays the same object. Functions that need only metadata read no bytes. For all other functions,
+    the values are read from the store.
     """
 
     tba_offload_weight: Any
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function. If the function needs the bytes, bring the weights into memory for it.
+        """Run a function, with the weights in memory if the function needs their bytes.
 
         Raises:
-            SessionError: The weight would be trained or converted.
+            SessionError: The function would train or convert the weight.
             TransferError: The weight cannot be read, or its new values cannot be written.
         """
         if func not in METADATA:
@@ -89,7 +89,7 @@ def guarded(kind: type[torch.Tensor]) -> type[torch.Tensor]:
 
 
 def _with_aliases(func: Any, args: Any, kwargs: Any, found: list[Any]) -> Any:
-    """Run a function with aliases of weights, because autograd and its hooks keep what a function reads."""
+    """Run a function with aliases of weights, because autograd and hooks may keep the arguments."""
     aliases = {id(each): each.detach() for each in found if type(each) in _PLAIN}
     args, kwargs = tree_map(lambda value: aliases.get(id(value), value), (args, kwargs))
     result = func(*args, **kwargs)

@@ -31,13 +31,13 @@ class Part:
     weight is an :func:`unreadable` tensor.
 
     Uses outside of the layer get a copy of the bytes in a second storage. Views of this storage keep their
-    memory when the layer ends. Call all methods without torch functions of subclasses.
+    memory when the layer ends. Call all methods inside ``torch_private.without_subclasses()``.
 
     Args:
         tensors: All tensors on the storage.
         found: The weight that the tensors belong to. Each slice of the weight gets its own extents.
         homes: The store.
-        count: Called with each change of the memory, in bytes.
+        count: Function that is called with each change of the memory, in bytes.
 
     Attributes:
         nbytes: Size of the storage in bytes.
@@ -68,7 +68,7 @@ class Part:
         """Write the bytes for the first time and free their memory.
 
         Raises:
-            TransferError: The bytes cannot be written. They stay in memory.
+            TransferError: The bytes cannot be written, and stay in memory.
         """
         _bytes_of(self._storage).copy_(_bytes_of(self.tensors[0].untyped_storage()))
         self._write()
@@ -103,7 +103,7 @@ class Part:
             self._device.use(_bytes_of(self._storage), stream)
 
     def leave(self) -> None:
-        """Free the memory of the layer. If the layer changed the values, write them first.
+        """Write the values if the layer changed the values, then free the memory of the layer.
 
         Raises:
             TransferError: The values cannot be written.
@@ -141,7 +141,7 @@ class Part:
         return self.lent is not None and users_of(self.tensors[0].untyped_storage()) > 1 + len(self.tensors)
 
     def lend(self) -> None:
-        """Copy the bytes into a second storage for uses outside of the layer, unless there is one.
+        """Copy the bytes into a second storage for uses outside of the layer, unless this storage exists.
 
         Raises:
             TransferError: The bytes cannot be read.
@@ -170,10 +170,10 @@ class Part:
             self._digest = self._digest or sums(_bytes_of(self.lent))
 
     def reclaim(self) -> None:
-        """Free the second storage. If its values were changed, write them to the store first.
+        """Write changed values of the second storage to the store, then free the second storage.
 
         Raises:
-            TransferError: The values cannot be written. They stay in memory.
+            TransferError: The values cannot be written, and stay in memory.
         """
         if self.lent is None:
             return
@@ -189,7 +189,7 @@ class Part:
             self._resize(0)
 
     def unlike(self, data: torch.Tensor) -> str:
-        """Return a text if ``data`` has another shape, data type or device than the first tensor, else ''."""
+        """Return an error text if shape, data type or device of ``data`` differ from the weight, else ''."""
         kind, found = map(_kind_of, (self._in_layer[0], data))
         return "" if found == kind else f"is offloaded as {kind}, but was set to {found}"
 

@@ -1,4 +1,4 @@
-"""A frozen weight: the times at which its bytes are in memory, and the uses that are allowed."""
+"""A frozen weight, which decides when its bytes are in memory and which functions may use the bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _IS_READ = (
 )
 
 Run: TypeAlias = "dict[FrozenWeight, set[int]]"
-"""The experts that one forward of their layer has used: for each weight, the indices of slices."""
+"""The weights of experts that one forward of a layer has used, with the indices of the used slices."""
 
 
 class Loans:
@@ -42,8 +42,8 @@ class Loans:
     Attributes:
         lock: The lock that guards all frozen weights of a session.
         lent: Weights that are in memory because the program or autograd may still use them.
-        pointed: Tensors on the memory of weights whose ``data_ptr()`` the program has called.
-        tell: Called with a message.
+        pointed: Tensors that keep the memory of weights whose ``data_ptr()`` the program has called.
+        tell: Function that reports a message.
         has_told: Whether the first use of a weight outside of its layer has been reported.
     """
 
@@ -53,7 +53,7 @@ class Loans:
         self.pointed: list[torch.Tensor] = []
 
     def reclaim(self) -> None:
-        """Free the memory of weights that no tensor uses any more. Write changed values first."""
+        """Write changed values of weights that no tensor uses any more, then free the memory."""
         for weight in list(self.lent):
             weight.reclaim()
 
@@ -61,13 +61,13 @@ class Loans:
 class FrozenWeight:
     """A frozen weight: a parameter, and the storages with its bytes.
 
-    Call all methods under the lock, and without torch functions of subclasses.
+    Call all methods under the lock, and inside ``torch_private.without_subclasses()``.
 
     Args:
         found: The parameter, its tensors and its layer.
         homes: The store.
         loans: The frozen weights that the program uses outside of their layers.
-        count: Called with each change of the weight's memory, in bytes.
+        count: Function that is called with each change of the weight's memory, in bytes.
 
     Attributes:
         name: Name of the parameter in the model.
@@ -107,7 +107,7 @@ class FrozenWeight:
         """Write the bytes for the first time and free their memory.
 
         Raises:
-            TransferError: The bytes cannot be written. They stay in memory.
+            TransferError: The bytes cannot be written, and stay in memory.
         """
         for tensor, _ in self._tensors:
             vars(tensor)["tba_offload_weight"] = self
@@ -119,7 +119,7 @@ class FrozenWeight:
     # ---- for the layer ---------------------------------------------------------------------------
 
     def begin_run(self) -> set[int]:
-        """Begin a forward of the layer. Return the set to which this object adds the slices that are used."""
+        """Begin a forward of the layer, and return a set to which the used slices are added later."""
         self._ran.append(bool(self.used))
         self.used = set()
         return self.used
@@ -128,8 +128,8 @@ class FrozenWeight:
         """Start to read the bytes for a forward or backward of the layer, except bytes that are in memory.
 
         Args:
-            run: Before a backward, the experts that the forward has used. ``None`` before a forward. The
-                weights of an expert are then read ahead only if the expert ran in most of the last forwards.
+            run: The experts that the forward has used; ``None`` before a forward. Before a forward, the
+                weights of an expert are read ahead only if the expert ran in most of the last forwards.
         """
         wanted: Collection[int] = self.slices
         if self.expert is not None:
@@ -142,7 +142,7 @@ class FrozenWeight:
         """Bring the bytes into memory for the layer. Before a forward, do not wait for weights of experts.
 
         Args:
-            run: Before a backward, the experts that the forward has used. ``None`` before a forward.
+            run: The experts that the forward has used; ``None`` before a forward.
 
         Raises:
             TransferError: The bytes cannot be read.
@@ -187,7 +187,7 @@ class FrozenWeight:
         self.reclaim()
 
     def leave(self) -> None:
-        """Free the memory. If the layer changed the values, write them first.
+        """Write the values if the layer changed the values, then free the memory.
 
         Raises:
             TransferError: The values cannot be written.
@@ -215,8 +215,8 @@ class FrozenWeight:
     def in_use(self, func: Any, args: Any, kwargs: Any) -> Iterator[bool]:
         """Return a context manager in which a function can use the bytes of the weight.
 
-        While the layer runs, only the experts that the function needs are read. At other times, the whole
-        weight is read into separate memory, and the weight has its original class until the block ends. The
+        While the layer runs, only the experts that the function needs are read. While the layer does not run,
+        the whole weight is read into separate memory, and has its original class until the block ends. The
         separate memory is freed after the block, unless a result of the function still uses this memory.
 
         Yields:
