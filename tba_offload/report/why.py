@@ -293,7 +293,7 @@ def _lasting(log: RunLog, step: StepRecord, memory: MemoryEvent) -> dict[str, in
 
 
 def _held(peak: PhasePeak, lasting: Mapping[str, int]) -> dict[str, int]:
-    """Return the bytes of a peak by holder. The sum is the peak, even if counters lag."""
+    """Return the bytes of a peak by holder. Counters may lag, so their sum is limited to ``peak.nbytes``."""
     left, books = peak.nbytes, peak.held._asdict() | {"beside": peak.beside}
     held = dict(lasting) | {"gradients": peak.gradients}
     held["parameters"] += peak.frozen
