@@ -96,7 +96,7 @@ class Capture:
 
     Args:
         offloader: Writes activations to the store, and reads activations back.
-        min_tensor_bytes: Storages with fewer bytes stay in memory.
+        min_tensor_bytes: Smallest number of bytes of a storage that is offloaded.
 
     Attributes:
         static: The storages of the model's parameters, gradients and buffers.
@@ -227,7 +227,7 @@ class Capture:
     def end_step(self, *, failed: bool, is_broken: bool) -> None:
         """Forget which storages were saved or kept in this step.
 
-        Saved storages that autograd still holds stay valid, unless ``is_broken`` is True.
+        Unless ``is_broken`` is True, a saved storage stays valid until autograd releases the storage.
 
         Args:
             failed: Whether the step failed. A failed step does not change the prefetch order.

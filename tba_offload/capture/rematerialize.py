@@ -65,7 +65,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
     Args:
         capture: The session's capture.
         key: The run of the layer.
-        verifier: Collects the comparisons of the first and the second output of each call.
+        verifier: The comparisons of the first and the second output of each call.
         when_slow: Whether activations may stay in memory when the in-flight window is full.
     """
 

@@ -26,7 +26,7 @@ class PrefetchSchedule:
         offloader: Reads activations while the in-flight window has room.
 
     Attributes:
-        saved: Function that must be called with each new saved storage.
+        saved: Function to call with each new saved storage.
     """
 
     def __init__(self, offloader: Offloader) -> None:
@@ -53,7 +53,7 @@ class PrefetchSchedule:
         self._next, self._last, self._pass = 0, -1, 0
 
     def abandon_step(self) -> None:
-        """Discard the records of a failed step. The next step expects the order of the step before."""
+        """Discard the records of a failed step. The next step expects the same order as the failed step."""
         self._refs.clear()
         self._new.clear()
         self._recorded = self._expected
@@ -90,7 +90,8 @@ class PrefetchSchedule:
         """Return the next activation to prefetch, and whether a forward pass comes before its use.
 
         If a loop over the schedule stops early, the next loop returns the last activation again. The schedule
-        is not a generator, because a ``KeyboardInterrupt`` while a generator is closed would be lost.
+        is not a generator, because Python drops a ``KeyboardInterrupt`` that arrives while a generator is
+        closed.
         """
         self._next += self._was_taken
         while self._next < len(self._expected):

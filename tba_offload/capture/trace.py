@@ -56,7 +56,7 @@ class ActivationKey(NamedTuple):
 
 
 class Treatment(enum.Enum):
-    """Treatment of an activation at the time when autograd saved the activation."""
+    """Decision of the saved-tensor hooks about one activation."""
 
     OFFLOADED = "offloaded"
     LEARNED_KEEP = "learned keep"
@@ -66,7 +66,7 @@ class Treatment(enum.Enum):
 
 
 class ScopeTimes(NamedTuple):
-    """The times at which the forward of a scope began and ended, and at which its backward began."""
+    """Start of forward, end of forward and start of backward in one run of a layer."""
 
     forward_began: float
     forward_ended: float
@@ -79,7 +79,7 @@ class StepTimes(NamedTuple):
     Attributes:
         began: Start of the step.
         ended: End of the step.
-        scopes: Times of the scopes, in the order of :meth:`StepTrace.whole_scopes`.
+        scopes: Times of the runs of layers, in the order of :meth:`StepTrace.whole_scopes`.
         backward_ends: Times at which the backward passes ended.
         stalls: Start and end of each wait for I/O, in order.
     """
@@ -93,10 +93,10 @@ class StepTimes(NamedTuple):
 
 @dataclass(slots=True)
 class ActivationTrace:
-    """A storage that a scope saved. All times are host times.
+    """A storage that a run of a layer saved. All times are host times.
 
-    A step has too many activations for marks on the device. Host times show the order of the activations in a
-    scope, and roughly how much of the scope's work comes before each activation.
+    A step has too many activations to record a mark on the device for each. Host times show the order in
+    which a layer saves activations, and roughly how much of the layer's work comes before each activation.
     """
 
     key: ActivationKey
@@ -142,16 +142,16 @@ class StepTrace:
     """Everything that was recorded in one step.
 
     Attributes:
-        scopes: The scopes, in the order in which forward began.
+        scopes: The runs of layers, in the order in which forward began.
         activations: The activations, in the order of saving.
         sources: Offloaded tensors from which placement ``offload-remat`` rebuilds saved tensors.
         kept_bytes: Bytes of saved tensors that the hooks kept in memory, except parameters and buffers.
         deduplicated_bytes: Bytes of saved tensors whose storage was already saved in this step.
         rebuilt_bytes: Bytes of activations that placement ``offload-remat`` computes again.
-        left_alone: Number of scopes that were not captured, because other code had set saved-tensor hooks or
-            a transform of ``torch.func`` forbade hooks.
-        backward_seconds: Total seconds of the backward passes. The time of a pass is from its first scope
-            to the end of the graph.
+        left_alone: Number of runs of layers that were not captured, because other code had set saved-tensor
+            hooks or a transform of ``torch.func`` forbade hooks.
+        backward_seconds: Total seconds of the backward passes. A pass is timed from the first layer that
+            backward reaches to the end of the graph.
         backward_ends: Times at which the backward passes ended.
         device: The accelerator on which marks are recorded; ``None`` if no marks are recorded.
         marks: Marks on the device at the start and end of the step.
@@ -207,7 +207,7 @@ class StepTrace:
             scope.marks.append(self.device.mark())
 
     def backward_reached(self, scope: ScopeTrace) -> bool:
-        """Record the start of a scope's backward; return True for the first scope of a backward pass."""
+        """Record that backward reaches a run of a layer; return True for the first run in a backward pass."""
         scope.backward_began = perf_counter()
         del scope.marks[2:]  # an earlier backward through the same graph may have added a mark
         if self.device is not None:
@@ -233,7 +233,7 @@ class StepTrace:
         return self._backward_began is not None
 
     def whole_scopes(self) -> list[ScopeTrace]:
-        """Return the scopes whose forward ended and whose backward began, in the order of forward."""
+        """Return the runs of layers whose forward ended and whose backward began, in the order of forward."""
         return [scope for scope in self.scopes if scope.forward_ended and scope.backward_began]
 
     def host_times(self, stalls: Sequence[tuple[float, float]], *, began: float, ended: float) -> StepTimes:

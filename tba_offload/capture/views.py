@@ -45,7 +45,7 @@ def viewed(storage: UntypedStorage, view: View, start: int = 0) -> Tensor:
     Args:
         storage: The storage with the bytes of the tensor.
         view: The dtype, shape, strides and storage offset of the tensor.
-        start: Byte of ``storage`` from which the storage offset of the view counts.
+        start: Number of bytes to add to the storage offset of the view.
     """
     dtype, shape, stride, offset = view
     return blank(dtype, storage.device).data.set_(storage, offset + start // dtype.itemsize, shape, stride)
@@ -64,8 +64,8 @@ def dense_copy(tensor: Tensor) -> Tensor:
 def spread_out(dense: UntypedStorage, start: int, view: View, address: int, device: Device) -> ByteRange:
     """Write the elements of a dense copy into new memory, with the strides of the original view.
 
-    Strides and the alignment of the first element in a cache line are restored, because kernels may choose
-    their code path by both. Bytes between the elements are undefined.
+    Strides and cache-line alignment are the same as in the original tensor, because kernels may choose their
+    code path by both. Bytes between the elements are undefined.
 
     Args:
         dense: Storage of a copy by :func:`dense_copy`.

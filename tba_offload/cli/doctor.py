@@ -23,8 +23,8 @@ def doctor(directories: tuple[Path, ...], *, bench: bool, as_json: bool) -> None
     DIR is a directory on a drive. The default is the directory for temporary files. The command measures the
     I/O path that the setting 'store.kind: auto' selects. For each directory, the test needs 64 MiB of free
     space and about a second. With --bench, the test needs about 15 seconds more and up to 512 MiB of space.
-    From the output of --bench, choose store.readers, store.writers and min_tensor_bytes. The command deletes
-    all files that it writes. The exit status is 1 if a directory cannot be used.
+    The output of --bench helps to choose store.readers, store.writers and min_tensor_bytes. The command
+    deletes all files that it writes. The exit status is 1 if a directory cannot be used.
     """
     from tba_offload.device import default_device
     from tba_offload.store.doctor import examine, lines

@@ -30,7 +30,7 @@ def init(directories: tuple[Path, ...], output: Path, *, force: bool) -> None:
 
     With this policy, the planner chooses the fastest placements that fit the device.
 
-    DIR is a directory on a drive. Pass one directory for each drive. Without DIR, the policy names every
+    DIR is a directory on a drive. Pass one directory for each drive. By default, the policy names every
     mounted NVMe drive that you may write to. Without an NVMe drive, the policy names the directory for
     temporary files. To measure drives, use tba-offload doctor.
     """

@@ -15,8 +15,8 @@ def patch(directory: Path, *, check: bool, reverse: bool) -> None:
     """Add the --tba- flags to the scripts of a Megatron-LM checkout.
 
     DIR is the root of the checkout. If the checkout is already patched, the command changes nothing. The
-    command fails if there is no patch for the release of Megatron-LM, or if lines that the patch changes were
-    modified.
+    command fails if there is no patch for the release of Megatron-LM, or if the checkout has other changes in
+    the patched lines.
     """
     from tba_offload.megatron.patch import Checkout
 

@@ -106,11 +106,11 @@ def _measured(**settings: Any) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def writing(path: Path, logs: Iterable[Path] = (), *, force: bool = True) -> Iterator[None]:
-    """Turn an ``OSError`` in the block, which writes a file, into a ``ClickException``.
+    """Raise a ``ClickException`` if the ``with`` block cannot write the file.
 
     Args:
         path: The file to write.
-        logs: The run logs that the command reads. PATH must not be one of these files.
+        logs: Run logs that the command reads. The output file must not be one of these run logs.
         force: Whether to replace an existing file.
 
     Raises:

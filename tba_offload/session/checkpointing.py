@@ -1,4 +1,4 @@
-"""Takeover of the framework's activation checkpointing by a session, until the session closes."""
+"""The session's own recomputation, in place of the framework's activation checkpointing."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ if TYPE_CHECKING:
 
 
 class Checkpointing:
-    """The layers whose checkpointing a session has taken over.
+    """The layers that the session recomputes instead of the framework.
 
-    A switch is an attribute of a module with which a framework enables checkpointing. The switches stay on,
-    but the session replaces the framework's checkpoint function. Each :class:`Site` keeps the original
-    function.
+    A switch is a module attribute that enables checkpointing in a framework. The switches stay on, but the
+    session replaces the framework's checkpoint function. Each :class:`Site` keeps the original function.
 
     Args:
         stack: The layers of the session.
@@ -32,7 +31,7 @@ class Checkpointing:
         may_plan: Whether the planner may recompute layers.
 
     Attributes:
-        taken: The layers whose checkpointing is taken over, on all ranks.
+        taken: The layers that the framework checkpoints, on all ranks.
     """
 
     def __init__(self, stack: LayerStack, sites: Sequence[Site], *, may_plan: bool) -> None:
@@ -44,7 +43,7 @@ class Checkpointing:
         """Replace the checkpoint functions of all switches that are on.
 
         Returns:
-            The number of layers that this call has taken over, by the name of their switch.
+            For each switch name, the number of layers whose checkpoint function this call has replaced.
         """
         found = Counter[str]()
         switched: dict[nn.Module, Switch] = {}

@@ -179,7 +179,7 @@ class LayerRuns:
         return output
 
     def _placement_here(self, site: Site, arguments: Sequence[object]) -> Placement:
-        """Return the planned placement of a layer, or a fallback if the plan does not fit this forward."""
+        """Return the planned placement, or another placement if the layer cannot run as planned."""
         planning = self._session.planning
         placement: Placement = planning.plan.placements[site.index]
         if placement is Placement.KEEP:

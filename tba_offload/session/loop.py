@@ -5,8 +5,8 @@ update of the model's parameters by the optimizers. A step ends in one of four c
 
 * Optimizers have updated all parameters with a gradient.
 * Optimizers have updated some of the parameters with a gradient, and the model's next forward begins.
-* The program has dropped or zeroed the gradients without an optimizer. Examples are a loop that updates the
-  weights itself, and a gradient scaler that skips the update.
+* The program has dropped or zeroed the gradients without an optimizer. For example, a loop updates the
+  weights itself, or a gradient scaler skips the update.
 * The graph of the step is freed without a backward pass, as in an evaluation. A step without a backward pass
   is not recorded.
 
@@ -83,7 +83,7 @@ class Step:
         optimizer_seconds: Duration of all optimizer steps since the end of the previous step; ``None`` if
             there were no optimizer steps.
         had_optimizer: Whether an optimizer's ``step()`` ran between the start and the end of this step.
-        seconds_before: Duration of the optimizer steps between the previous step and this step.
+        seconds_before: The part of ``optimizer_seconds`` before this step began.
     """
 
     def __init__(

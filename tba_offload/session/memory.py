@@ -1,10 +1,12 @@
 """Memory measurements of a step: the peak, the kinds of data in memory at the peak, and a timeline.
 
 A meter measures live bytes. The in-flight window counts the bytes that the offloader holds. The bytes that a
-layer leaves in memory are measured when the next layer begins. All other bytes count for the layer that runs.
+layer leaves in memory are measured when the next layer begins. All other bytes are attributed to the layer
+that runs.
 
-Detailed measurements read the allocator's statistics before each layer. On an accelerator, reading is slow,
-so only some steps are measured: the first three, and steps whose number is a power of two.
+Detailed measurements read the allocator's statistics before each layer. On an accelerator, the statistics are
+slow to read, so only some steps have detailed measurements: the first three, and steps whose number is a
+power of two.
 """
 
 from __future__ import annotations
@@ -225,7 +227,7 @@ class Memory:
         """Record that the model's forward has ended, and the loss begins.
 
         Args:
-            output: Output of the model. Its bytes are counted as long as the output is alive.
+            output: Output of the model, whose bytes are counted until the output is freed.
         """
         if self.meter is None:
             return
@@ -316,8 +318,8 @@ class _Section:
         way: Placement of the layer; ``None`` before the end of its forward.
         planned: Bytes of data that the planner predicts, at the last measurement.
         unplanned: Largest number of bytes of data that the planner does not predict.
-        whole: Largest value of ``unplanned`` minus the bytes of activations that backward has used since the
-            start of the section.
+        whole: Like ``unplanned``, but without the activations that backward has used since the start of the
+            section.
     """
 
     phase: str
@@ -342,8 +344,8 @@ class StepCurve:
 
     Args:
         window: The in-flight window.
-        movers: Objects that report transfers, each with the name of the transferred data. The name of
-            activations is an empty string.
+        movers: Objects that report transfers, each with the name of the transferred data. Activations have an
+            empty name.
     """
 
     def __init__(self, window: InFlightWindow, movers: Sequence[tuple[str, Any]]) -> None:

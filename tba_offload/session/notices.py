@@ -84,8 +84,8 @@ class Notices:
 
         Args:
             what: Key of the warning.
-            figures: Values for the placeholders of the message. If the key has no message, the only value is
-                the text of the warning.
+            figures: Values for the placeholders of the message or, for a key without a message, the text of
+                the warning.
             category: Class of the warning.
         """
         if what not in self.said:

@@ -56,15 +56,16 @@ def rank_of_process() -> tuple[int, int]:
 
 
 def run_log_path(path: str | os.PathLike[str], *, agreed: Callable[[int], int] = lambda own: own) -> Path:
-    """Return a path for the run log of this process that no earlier run and no other rank uses.
+    """Return a path for a run log that no earlier run and no other rank uses.
 
     If ``run.jsonl`` exists, the path is ``run.2.jsonl``. With several ranks, the path contains the rank, as
     in ``run.rank0.jsonl``.
 
     Args:
         path: The path that the user gave.
-        agreed: Function that all ranks call together with the number of their first free path. The function
-            returns the number for all ranks. By default, each rank uses its own number.
+        agreed: Function that all ranks call together. The argument is the number of this rank's first free
+            path, such as 2 for ``run.2.jsonl``. The function returns one number for all ranks. By default,
+            each rank uses its own first free path.
     """
     rank, ranks = rank_of_process()
     name = Path(path)
@@ -262,7 +263,7 @@ def record_of(session: Session, step: Step, loads: Sequence[DriveLoad], weights:
 
 _MOVED = "offloaded", "read", "reread", "forwarded", "given_up", "held", "in_flight_peak"
 _SAVED = "deduplicated", "rebuilt", "kept"
-"""Names of byte counts. ``_MOVED`` lists counts of the offloader. ``_SAVED`` lists counts of the trace."""
+"""Names of the byte counts of the offloader (``_MOVED``) and of the trace (``_SAVED``)."""
 
 
 def memory_event(session: Session, step: Step) -> dict[str, object]:

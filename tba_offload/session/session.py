@@ -72,9 +72,9 @@ class World:
         run: Identifier of the training run. All ranks write the same identifier into their run logs.
             ``None`` for a single rank.
         agree: Function that all ranks call together to agree on placements; ``None`` for a single rank. The
-            first argument is the placements that this rank proposes, by layer name. The second argument has
-            the bytes over the budget and the seconds of a step that offloads all ``auto`` layers. The
-            function returns the agreed placements by layer name.
+            first argument has the placements that this rank proposes, by layer name. The second argument is a
+            prediction for a step that offloads all ``auto`` layers: the bytes over the budget, and the
+            seconds. The function returns the agreed placements by layer name.
     """
 
     layers: tuple[LayerId, ...]
@@ -85,7 +85,7 @@ class World:
 
     @property
     def may_plan_recomputation(self) -> bool:
-        """Whether the planner may choose recomputation: the ranks can agree, or there are no other ranks."""
+        """Whether the planner may choose recomputation. Several ranks must be able to agree."""
         return self.agree is not None or not has_peers()
 
 
@@ -116,8 +116,8 @@ class Session:
         optimizers: The optimizers whose states are offloaded too.
         masters: Maps each master copy among the parameters of ``optimizers`` to its model parameter. See
             :func:`tba_offload.offload_optimizer`.
-        updated_by: Optimizers that update the model. Only a session with ``steps_by_hand`` needs this
-            argument, because other sessions find optimizers by themselves.
+        updated_by: Optimizers that update the model. Without ``steps_by_hand``, the session finds the
+            optimizers by itself.
         on_step: Functions to call with the record of each step.
         trace_steps: Numbers of the steps, from 1, for which a timeline is recorded.
 
@@ -372,7 +372,7 @@ class Session:
                 ``trace=True`` also measures memory.
 
         Returns:
-            The step. After the block, its attribute ``record`` is the :class:`StepRecord`.
+            The step. After the ``with`` block, ``step.record`` is the :class:`StepRecord`.
 
         Raises:
             SessionError: The session is closed, another step is open, or the process is a forked child. The
@@ -398,8 +398,9 @@ class Session:
     def records(self) -> list[StepRecord]:
         """The records of the last 10,000 steps, oldest first. The run log has all steps.
 
-        Reading the records does not wait for the device. While the device runs a step, the record of the step
-        lacks a loss that is a tensor, and ``seconds`` is the time by the host's clock.
+        Reading the records does not wait for the device. Until the device has finished a step, the step's
+        record has ``seconds`` by the host's clock. A loss that is a tensor is added when the device has
+        finished the step.
         """
         return self._settled().records
 

@@ -93,7 +93,7 @@ class AwayTensor(_Away):
     __torch_dispatch__ = _Away._refuse  # type: ignore[assignment] # other types there
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """Return no inner tensors, so that tools that count memory with this protocol count no bytes."""
+        """Return no inner tensors, so that tools that call this method to count memory count no bytes."""
         return [], None
 
 
@@ -151,7 +151,7 @@ class AwayMaster(_Away):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Mark returned aliases of a master copy as offloaded too."""
+        """If the function returns an alias of a master copy, mark the alias as offloaded too."""
         made = super().__torch_function__(func, types, args, kwargs)
         if func in _ALIASES:
             vars(made).update(vars(args[0]))

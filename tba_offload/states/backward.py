@@ -148,8 +148,8 @@ class BackwardUpdates(Updates):
         """Record whether an autograd node that runs later still uses the memory of a parameter.
 
         A later node would read the new value, for example in another layer that uses the weight through
-        ``.data``. A later node holds the parameter if more tensors use its memory than at the end of earlier
-        passes. In the first pass, this method assumes a later use.
+        ``.data``. If more tensors use the memory than at the end of earlier passes, a later node still needs
+        the parameter. In the first pass, this method assumes that a later node needs every parameter.
         """
         if _references_to(parameter) > self._references.get(parameter, 0):
             self._read_later.add(parameter)

@@ -292,11 +292,12 @@ class Entries:
 def have_moved(bound: Bound, left: Left) -> bool:
     """Return True if an update has added, removed or resized states.
 
-    If an update has replaced a view by another tensor with the same layout, copy this tensor into the view.
+    If an update has replaced a view by another tensor with the same layout, copy the tensor into the view,
+    and put the view back into ``left``.
 
     Args:
         bound: The states before the update, as views.
-        left: The states after the update. Views that the update replaced are put back.
+        left: The states after the update.
     """
     moved = False
     for parameter, entry in left.items():

@@ -42,7 +42,7 @@ MASTER = "tba_offload.master"
 SLICE = 1024
 """Slices of a parameter begin at multiples of this number of elements.
 
-Kernels therefore see the same alignment and the same remainder of elements as in the whole parameter.
+Vectorized kernels therefore split a slice at the same elements as the whole parameter.
 """
 
 _STATES = 2
@@ -199,7 +199,7 @@ class Groups:
     """The sub-groups of one optimizer and its master copies.
 
     A parameter whose states are larger than a sub-group is cut into slices, if updates of slices give the
-    same bits.
+    same bits as updates of the whole parameter.
 
     Between updates, an offloaded master copy has no bytes. During an update, the optimizer gets a tensor in
     slot memory instead of the master copy.
@@ -210,8 +210,8 @@ class Groups:
         masters: Maps each master copy to its model parameter, or to a part of the parameter with the same
             shape. The optimizer updates the master copies.
         names: Names of parameters in the model, if known.
-        most: Largest number of bytes of states in a sub-group. A parameter that cannot be cut may have more
-            bytes.
+        most: Largest number of bytes of states in a sub-group. The states of a parameter that cannot be cut
+            may have more bytes.
 
     Attributes:
         optimizer: The optimizer.

@@ -56,8 +56,8 @@ class Homes:
         read_bytes: Number of bytes in all reads that have started.
         written_bytes: Number of bytes in all writes that have started.
         waited: Seconds spent waiting for transfers.
-        waits: Start and end of each wait. The default deque has a maximum length of 0, so waits are recorded
-            only in a longer deque.
+        waits: Start and end of each wait. By default, the deque has a maximum length of 0, so no waits are
+            recorded.
     """
 
     def __init__(self, store: MultiStore, device: Device) -> None:

@@ -213,8 +213,8 @@ class _Rates:
 
     The time of an update is the larger of the device's time and the CPU's time, as in Deep Optimizer States.
     Each time is the bytes of the updated states divided by a rate. The rates are measured while device and
-    CPU work at the same time, so the rates include limits of host memory and of the link. Before the first
-    measured update, the CPU gets half of the sub-groups.
+    CPU work at the same time and share the bandwidth of host memory. Before the first measured update, the
+    CPU gets half of the sub-groups.
 
     Args:
         is_auto: Whether device and CPU both update sub-groups. If False, the CPU updates all sub-groups.

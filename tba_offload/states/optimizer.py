@@ -104,7 +104,8 @@ class OptimizerStates:
         Args:
             parameter: The parameter. If ``parameter`` is an offloaded master copy, the block must also set
                 its values.
-            states: Whether the block sets the states.
+            states: Whether the block sets the states. If False, the block sets only the values of a master
+                copy.
 
         Raises:
             TransferError: States of other parameters in the same sub-group cannot be read.

@@ -37,7 +37,7 @@ _ELEMENTWISE = frozenset(
 """Optimizers that update each element of a parameter independently."""
 
 _EXACT = frozenset((torch.float32, torch.float64))
-"""Data types for which vectorized kernels and their scalar loops for remaining elements give the same bits.
+"""Data types for which vectorized and scalar code give the same bits.
 
 On a CPU, 15 of 300,000 bfloat16 elements differed after six updates by RMSprop.
 """
@@ -188,7 +188,7 @@ def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def can_be_cut(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
-    """Return True if a parameter can be cut into views, and updates of the views give the same bits."""
+    """Return True if updates of slices of a parameter give the same bits as updates of the whole."""
     return (
         _name_of(optimizer) in _ELEMENTWISE
         and type(parameter.data) in (torch.Tensor, AwayMaster)

@@ -192,8 +192,8 @@ class Slots:
     def take(self, group: SubGroup, *, stays: bool = False) -> Slot:
         """Return a slot into which the caller writes new states of a sub-group.
 
-        After writing, the caller calls :meth:`hold`. The new states also exist outside of the slots, so this
-        method uses at most two shared slots.
+        After writing, the caller calls :meth:`hold`. During the write, memory has the new states twice, so
+        this method uses at most two shared slots.
 
         Args:
             group: The sub-group.
@@ -217,7 +217,7 @@ class Slots:
         self._of[group] = slot
 
     def _slot(self, group: SubGroup, among: Sequence[Slot], most: int = SLOTS) -> Slot:
-        """Return a new slot if there is room. Otherwise, empty and return the slot that is needed last.
+        """Return a new slot if there is room. Otherwise, reuse the slot that is needed last.
 
         If all slots are too small, the largest slot grows.
         """
@@ -243,9 +243,9 @@ class Slots:
 
     @property
     def _usual(self) -> int:
-        """Size to which all shared slots may grow: the usual size of a sub-group, or the third largest size.
+        """Bytes to which all shared slots may grow. At most one shared slot is larger.
 
-        At most one shared slot is larger.
+        The value is the usual size of a sub-group or, if larger, the size of the third largest sub-group.
         """
         sizes = sorted(group.nbytes for group in self._groups)
         return max([min(self._groups.most, sum(sizes) // SLOTS), *sizes[-SLOTS:][:1]])

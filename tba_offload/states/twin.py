@@ -93,7 +93,7 @@ class Twin:
 
 
 class _Loan:
-    """Attributes or settings of the optimizer for a twin. Changes by the twin can be copied back.
+    """Attributes or settings of the optimizer for a twin, whose changes can be copied back.
 
     A tensor of one element is copied, because an update may change the tensor in place.
     """
@@ -128,7 +128,7 @@ def _is_number(value: object) -> TypeGuard[torch.Tensor]:
 _taken: dict[Kind, Kind] = {}
 
 _STEP = "_tba_offload_step"
-"""Name of the optimizer's attribute that holds the function for ``step`` to call."""
+"""Name of the optimizer attribute with the function that ``step`` calls."""
 
 
 class Takeover:

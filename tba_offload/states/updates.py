@@ -241,8 +241,8 @@ class StatesRecord:
     """Figures of one update of an optimizer with offloaded states.
 
     Attributes:
-        seconds: Duration of the update, with updates in backward. The closure and the hooks of the optimizer
-            step are excluded.
+        seconds: Duration of the update, including updates in backward. The closure and the hooks of the
+            optimizer step are excluded.
         waited_seconds: Seconds in which the training thread waited for transfers.
         read_bytes: Bytes of states that were read.
         written_bytes: Bytes of states that were written.

@@ -58,7 +58,7 @@ class Offloader:
         store: The store.
         device: The device with the activations.
         window: The in-flight window, which counts bytes in memory.
-        keep_when_full: The argument ``keep_when_full``. The value may be changed between two steps.
+        keep_when_full: The argument ``keep_when_full``, which the caller may change between two steps.
         marks_stalls: Whether to mark the start and the end of each wait for I/O on the device.
     """
 
@@ -137,7 +137,7 @@ class Offloader:
     def _flush(self, held_back: int) -> None:
         """Queue the oldest pending writes until at most ``held_back`` bytes are pending.
 
-        All writes are queued in one loop, which keeps the code of this method in the processor's caches.
+        One loop queues all writes, so that the code of the loop stays in the processor's caches.
         """
         pending, batch, events = self._pending, list[Transfer](), dict[Any, Any]()
         while pending and (not held_back or self._pending_bytes > held_back):

@@ -59,8 +59,8 @@ class InFlightWindow(Window):
         settled: Bytes in memory that the window does not limit, because backward uses them or their write
             failed.
         stats: Figures since the last reset.
-        most_read_ahead: Number of bytes in flight above which nothing is prefetched. The limit is set when
-            the device runs out of memory.
+        most_read_ahead: Number of bytes in flight above which nothing is prefetched. The number is infinite
+            until the device runs out of memory.
         all_above: Number of bytes in flight above which all pending writes are queued.
     """
 
