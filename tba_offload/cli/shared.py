@@ -61,9 +61,7 @@ def rates(command: FC) -> FC:
     """Add the options for drive rates to a command. :func:`bandwidth_of` reads these options."""
     write = click.option("--write", type=rate, help="Write rate of all drives together, such as 6GB/s.")
     read = click.option("--read", type=rate, help="Read rate of all drives together.  [default: write rate]")
-    place = click.option(
-        "--dir", "place", metavar="DIR", help="Measure the rates of the drive that holds DIR."
-    )
+    place = click.option("--dir", "place", metavar="DIR", help="Measure rates of the drive that holds DIR.")
     return write(read(place(command)))
 
 
