@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Tracer = Any
 """The compiler's hook into the Python interpreter; ``None`` if nothing is compiled."""
 
-_COPIES = "copies of layers, such as nn.DataParallel makes, are not offloaded. Use DistributedDataParallel"
+_COPIES = "copies of layers are not offloaded, and nn.DataParallel makes copies. Use DistributedDataParallel"
 
 
 Run = Callable[["Site", tuple[object, ...], dict[str, object]], object]

@@ -530,7 +530,7 @@ def _group_bytes(root: Path) -> Iterator[int]:
     """
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controller, path = line.split(":", 2)
-        place, *files, cache = _GROUPS.get(controller, ("", "no group of memory"))
+        place, *files, cache = _GROUPS.get(controller, ("", ""))
         mount = root / "sys/fs/cgroup" / place
         group = mount / path.strip("/")
         for folder in (group, *group.parents):

@@ -240,7 +240,7 @@ def check_disjoint(layers: Sequence[Layer]) -> None:
         for part in layer.module.modules():
             if part in owner and part in {layer.module, owner[part].module}:
                 raise UnsupportedError(
-                    f"{layer.id} and {owner[part].id} are the same or nested modules. Pass only one of them"
+                    f"{layer.id} and {owner[part].id} are the same or nested modules. Pass one of the two"
                 )
             owner[part] = layer
 

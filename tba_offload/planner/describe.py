@@ -58,7 +58,7 @@ def _store(case: Case) -> str:
         saved += 0 if slot.backward else profile.kind_of(slot.layer).whole_bytes
     in_host = 0 if case.bandwidth.host is None else case.bandwidth.host.capacity or 0
     write, read = (readable_rate(max(saved - in_host, 0) / each if each else 0.0) for each in seconds)
-    needed = f"Without waits, offloading all layers needs write rates of {write} and read rates of {read}"
+    needed = f"To offload all layers without waits, the store needs to write {write} and read {read}"
     return f"Rates of the store: {case.bandwidth}. {needed}"
 
 
@@ -84,7 +84,7 @@ def over_budget(limits: Limits, plan: Plan, case: Case) -> str:
     profile, found = case.profile, case.played(plan)
     left, setting = "", "budget.activation_bytes"
     if limits.device is not None:
-        left = f", which the device has left ({limits.device}),"
+        left = f" (the device memory of {limits.device})"
         setting = "budget.device_bytes" if limits.budget == limits.device.budget else setting
     gradients = " together with gradients" if profile.gradient_bytes else ""
     beside = max(profile.loss_bytes, *(max(kind.beside or (0,)) for kind in profile.kinds)) + profile.headroom

@@ -279,7 +279,7 @@ class Bandwidth:
         return own if self.host is None else own + self.host._figures()
 
     def __str__(self) -> str:
-        host = "" if self.host is None else f", and host memory with {self.host}"
+        host = "" if self.host is None else f"; host memory: {self.host}"
         assumed = " (assumed, not measured)" if self.is_assumed else ""
         return f"{readable_rate(self.write)} written, {readable_rate(self.read)} read{assumed}{host}"
 

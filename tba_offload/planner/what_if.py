@@ -86,8 +86,8 @@ class Situation:
         event: Any = next((each for each in reversed(log.others) if each["event"] == PLAN), None)
         if event is None:
             raise RunLogError(
-                f"{log.path}: the run log has no plan. Log three steps with placement 'keep' for all "
-                "layers, or with offloaded layers that save more than budget.in_flight_bytes"
+                f"{log.path}: the run log has no plan. Log three steps that keep all layers, or "
+                "that offload more than budget.in_flight_bytes"
             )
         config = OffloadConfig.from_yaml(log.header.policy or "")
         in_backward = config.states is not None and config.states.when == "backward"
@@ -202,7 +202,7 @@ class Situation:
         if written := written_a_day(case, plan):
             yield f"The plan writes {written}."
         if day := bytes_per_day(outcome.written_bytes, outcome.seconds):
-            years = f": {rated / 1e12:g} TB in {significant(rated / day / 365)} years" if rated else ""
+            years = f", and {rated / 1e12:g} TB in {significant(rated / day / 365)} years" if rated else ""
             yield f"Without pauses, training writes {significant(day / 1e12)} TB a day to the drives{years}."
 
     def _policy(self, plan: Plan, budget: int | None, device_bytes: int | None) -> OffloadConfig:

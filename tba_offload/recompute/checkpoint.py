@@ -390,8 +390,8 @@ class Trial(_Execution):
     def _note(self, differs: torch.Tensor) -> None:
         if differs.item():
             cause = (
-                f"{OTHER}. If the layer's forward changes a counter or a global variable, this second run "
-                "has changed the variable once more than training without offloading does"
+                f"{OTHER}. If the layer's forward changes a counter or a global variable, the second run "
+                "has changed the variable again"
             )
             raise cannot(self._layer.name, cause)
 
@@ -406,7 +406,7 @@ def _why_never(module: nn.Module) -> str | None:
             return "the layer contains TorchScript, which compiles a first run differently from later runs"
         for parameter in inner._parameters.values():
             if hasattr(parameter, "ds_tensor"):
-                return "DeepSpeed ZeRO-3 gathers the layer's weights for each run only"
+                return "DeepSpeed ZeRO-3 frees the layer's weights after each run"
     for name in ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8"):  # newer, older
         if name in sys.modules and sys.modules[name].FP8GlobalStateManager.is_fp8_enabled():
             return "each run of the layer changes the scaling factors of FP8"

@@ -200,7 +200,7 @@ def impure(layer: str, changes: Sequence[str]) -> TbaError:
     what = ", ".join(changes[:3]) + (" and more" if len(changes) > 3 else "")
     return cannot(
         layer,
-        f"the layer's forward changes {what}, and a second run would repeat this",
+        f"the layer's forward changes {what}, and a second run would repeat the change",
         UnsupportedError,
     )
 

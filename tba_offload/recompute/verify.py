@@ -57,8 +57,8 @@ def other_numbers(layer: str) -> TbaError:
         layer,
         f"{OTHER}. The layer uses state that changed between the two runs, such as a counter, a global "
         "variable or the layer's own random generator. Do not use the gradients of this step. With "
-        "states.when 'backward', later layers are already updated: load a checkpoint. If the layer uses the "
-        "weight of a later layer, set states.when to 'step'",
+        "states.when 'backward', the optimizer has already updated later layers: load a checkpoint. If the "
+        "layer uses the weight of a later layer, set states.when to 'step'",
     )
 
 

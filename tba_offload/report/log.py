@@ -576,7 +576,7 @@ def describe_run(log: RunLog, keep: Prediction | None) -> str | None:
     steps = planned if len(planned) >= _ENOUGH else steps[-_ENOUGH:]
     if keep is not None and keep.seconds > 0:
         ratio = statistics.median(step.seconds for step in timed_steps(steps)) / keep.seconds
-        parts.append(f"step {significant(ratio)} x the predicted step of 'keep'")
+        parts.append(f"step time {significant(ratio)} x the prediction for 'keep'")
     states: Any = [each["written_bytes"] for each in log.others if each["event"] == "states"]
     written = sum(states) + statistics.median(step.offloaded_bytes - step.host_bytes for step in steps)
     if written and log.header.store.get("kind") != "host" and not log.header.writes_to_memory:

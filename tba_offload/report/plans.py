@@ -108,11 +108,11 @@ class PlanReport:
                 f"Keep all layers (peak {peak}): no plan frees much memory without a longer step. "
                 "For the fastest plan with less memory, pass --budget SIZE."
             )
-        speed = f"step {significant(step.seconds)} s ('keep': unknown, because the run kept no layer)"
+        speed = f"a step takes {significant(step.seconds)} s ('keep': unknown, because the run kept no layer)"
         if self.keep_seconds:
-            speed = f"step {step.seconds / self.keep_seconds:.2f} x 'keep'"
+            speed = f"a step takes {step.seconds / self.keep_seconds:.2f} times as long as with 'keep'"
         use = f"Use {policy_file}" if policy_file else "Write this plan with -o policy.yaml"
-        return f"{use}: {what}. The predicted peak is {peak} ('keep': {keep}), {speed}."
+        return f"{use}: {what}. The predicted peak is {peak} ('keep': {keep}), and {speed}."
 
 
 _FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {

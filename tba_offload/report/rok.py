@@ -248,7 +248,7 @@ def rows(points: Sequence[RokPoint]) -> list[dict[str, object]]:
 def advice(points: Sequence[RokPoint]) -> list[str]:
     """Return sentences that compare the runs."""
     few = ", ".join(each.name for each in points if each.steps < 3)
-    doubts = [f"Fewer than 3 steps count for {few}. Train more steps to get reliable times."] if few else []
+    doubts = [f"{few}: fewer than 3 counted steps. Train more steps to get reliable times."] if few else []
     return [*_at_equal_size(points), *doubts]
 
 
@@ -349,7 +349,7 @@ def picture_kind(path: str | os.PathLike[str], *more: str) -> str:
     """
     kind, kinds = Path(path).suffix.lower().removeprefix("."), ("svg", "png", *more)
     if kind not in kinds:
-        others = "".join(f", and of a trace in .{each}" for each in more)
+        others = "".join(f", and the name of a trace in .{each}" for each in more)
         raise ConfigError(f"{path}: the name of a picture must end in .svg or .png{others}")
     return kind
 

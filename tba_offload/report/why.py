@@ -230,7 +230,7 @@ class Diagnosis:
         """Return sentences about the most effective change and further changes."""
         peak = self.peak.nbytes
         if self.memory is None:
-            return ["The holders of memory were not measured. Train two steps with measure_memory=True."]
+            return ["The run log has no list of tensors in memory. Train two steps with measure_memory=True."]
         if not self.findings:
             return ["No single change would lower the peak noticeably."]
         first, *others = self.findings

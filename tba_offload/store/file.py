@@ -202,7 +202,7 @@ class FileStore(Store):
             limit = self.size + max(free - spared, 0)
         else:
             limit = min(self.size + free, self.capacity)
-        room = f"{free} bytes are free, and {spared} bytes stay free unless store.capacity is set"
+        room = f"of {free} free bytes, the store leaves {spared} bytes free unless store.capacity is set"
         what = f"the file cannot grow from {self.size} to {end} bytes ({room})"
         if end > limit:
             raise store_error(what, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), self.name)

@@ -599,8 +599,8 @@ class Offloader:
 
 
 _REMEDIES = {
-    "write": "check the drive and the system log. Then free some space on the drive, set store.directories "
-    "to another directory, or set on_full to 'keep'",
+    "write": "check the drive and the system log. Free some space on the drive, set store.directories to "
+    "another directory, or set on_full to 'keep'",
     "read": "training cannot continue without these bytes. Check the drive with the tools of its vendor",
     "keep": "change a copy of the tensor instead, or set the placement of the layer to 'keep'",
 }

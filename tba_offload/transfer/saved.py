@@ -28,7 +28,7 @@ class State(enum.Enum):
     PENDING = "in memory, before the write is queued"
     WRITING = "in memory until the write ends"
     STORED = "in the store, and perhaps also restored to memory"
-    KEPT = "in memory until autograd releases its last saved tensor"
+    KEPT = "in memory until autograd releases the last saved tensor of this storage"
 
 
 class SavedStorage:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tba_offload.states.home import Homes
     from tba_offload.store.pool import Transfer
 
-_FREED = "was freed at the end of its layer. In the layer, clone views of the weight to use them later"
+_FREED = "was freed at the end of its layer. To use a view of the weight later, clone the view in the layer"
 _SHIFT = 8  # no multiple of CACHE_LINE, which all memory of PyTorch is aligned to
 
 

@@ -138,6 +138,4 @@ def test_each_step_fits_and_the_bits_are_the_same(
     assert all(map(same_bits, found.losses + found.weights, kept.losses + kept.weights))
     told = [record.getMessage() for record in caplog.records]
     assert any(line.startswith(f"plan after step {LEARNING}: ") for line in told)
-    assert any(
-        line.startswith("activation peak ") and "x the predicted step of 'keep'" in line for line in told
-    )
+    assert any(line.startswith("activation peak ") and "x the prediction for 'keep'" in line for line in told)

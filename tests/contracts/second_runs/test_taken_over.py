@@ -95,8 +95,8 @@ class Partitioned(Counted):
 
 
 REASONS: dict[type[Counted], str] = {
-    Noisy: "module.source, and a second run would repeat this",
-    Listing: "module.seen, and a second run would repeat this",
+    Noisy: "module.source, and a second run would repeat the change",
+    Listing: "module.seen, and a second run would repeat the change",
     Summing: "the layer's second run gave other numbers",
     Worldly: "the layer's second run gave other numbers",
     Nested: "nested tensors",

@@ -241,7 +241,7 @@ def test_named_layers_are_numbered_in_the_order_given() -> None:
     assert taken(sharing, list(sharing.children()))[0] == numbered("a", "b")
 
 
-NESTED = r"are the same or nested modules. Pass only one of them$"
+NESTED = r"are the same or nested modules. Pass one of the two$"
 REFUSED: dict[str, tuple[Callable[[Any], list[nn.Module]], str]] = {
     "of another model": (
         lambda model: [model.a, nn.Linear(4, 4)],

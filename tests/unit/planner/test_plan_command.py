@@ -93,7 +93,7 @@ def test_the_picture_has_the_plans_the_budget_and_the_run(run_log: Path, tmp_pat
 def test_host_memory_beside_the_drives_of_the_run_is_planned_with(run_log: Path, tmp_path: Path) -> None:
     host = {"write": 1e10, "read": 1e10, "capacity": 64 * MIB}
     path = with_rates(run_log, tmp_path / "run.jsonl", 1e6, host=host, host_first=True)
-    assert "and host memory with 10.0 GB/s written" in run_plan(path).output
+    assert "; host memory: 10.0 GB/s written" in run_plan(path).output
     situation = Situation.of(path, Bandwidth(1e9, 1e9))
     offloaded = play(situation.profile, Plan((OFFLOAD,) * LAYERS), situation.bandwidth)
     assert offloaded.host_bytes > 0 == offloaded.sent_bytes

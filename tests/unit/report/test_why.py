@@ -44,7 +44,7 @@ def test_the_first_step_and_steps_of_another_plan_do_not_count(tmp_path: Path) -
 def test_a_log_without_memory_events_says_so(tmp_path: Path) -> None:
     found = diagnosed(tmp_path)
     assert (found.cause, found.peak.nbytes) == (None, 100 * MIB)
-    assert "The holders of memory were not measured" in str(found)
+    assert "The run log has no list of tensors in memory" in str(found)
 
 
 @pytest.mark.parametrize(("born", "is_named"), [(0, True), (9, False)])

@@ -96,7 +96,7 @@ def test_a_run_ends_with_one_line_of_what_it_cost(tmp_path: Path, caplog: pytest
         assert ("TB per year" in str(told)) == (steps > 1 and place != memory)
     size = r"[\d.]+ [KM]iB"
     shape = (
-        rf"activation peak {size} \(keep: {size}\), step [\d.]+ x the predicted step of 'keep', "
+        rf"activation peak {size} \(keep: {size}\), step time [\d.]+ x the prediction for 'keep', "
         rf"{size} written per step: [\d.]+ TB per year at this rate"
     )
     assert re.fullmatch(shape, told[0]), told

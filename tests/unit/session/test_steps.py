@@ -378,7 +378,7 @@ def test_a_session_that_is_never_closed_has_a_whole_run_log(tmp_path: Path, pyth
     assert done.returncode == 0
     (line,) = done.stderr.splitlines()  # what the run has cost
     assert line.startswith("tba-offload: ")
-    assert "x the predicted step of 'keep', " in line
+    assert "x the prediction for 'keep', " in line
     read = read_run_log(log)
     assert [step.scopes for step in read.steps] == [3, 3, 3]
     assert [step.tokens for step in read.steps] == [32, 32, 32]
