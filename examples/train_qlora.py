@@ -89,5 +89,5 @@ for number, logged in enumerate(log for log in trainer.state.log_history if "los
     read = 0 if session is None else session.records[number].weights_read_bytes or 0
     print(
         f"step {logged['step']}: loss {logged['loss']!r}, {read / 2**20:.1f} MiB of frozen weights read, "
-        f"of {needed / 2**20:.1f} MiB that forward and backward need"
+        f"{needed / 2**20:.1f} MiB if forward and backward read all"
     )

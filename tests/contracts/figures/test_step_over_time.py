@@ -100,7 +100,7 @@ def test_a_step_is_recorded_at_a_user_s_word(session: Session, model: Model, tmp
             assert sum(move.nbytes for move in told.moves if not move.writes) == step.record.read_bytes > 0
             assert max(point.live for point in told.points) <= step.record.activation_peak_bytes
         else:
-            with pytest.raises(SessionError, match=r"this step recorded no timeline. Record"):
+            with pytest.raises(SessionError, match=r"this step recorded no timeline. Call"):
                 _ = step.timeline
     for suffix in ("svg", "json"):
         step.timeline.write(tmp_path / f"step.{suffix}")
