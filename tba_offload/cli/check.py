@@ -99,4 +99,4 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"{group['layers']:<{widths[0]}}  {group['placement']:<{widths[1]}}  {visible(group['why'])}"
     yield from (f"{name}: {found[name]}" for name in ("states", "weights") if found[name] is not None)
     for rule in found["not_judged"]:
-        yield f"not checked: the rule {visible(rule)} matches module names, which need the model"
+        yield f"not checked: the rule {visible(rule)} selects by module name, but no model is loaded"

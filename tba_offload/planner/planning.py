@@ -59,7 +59,7 @@ class Planning:
         self.start(None)
 
     def start(self, controller: Controller | None) -> None:
-        """Use the plan of the policy, or the first plan of a controller."""
+        """Use the first plan of the controller. Without a controller, use the plan of the policy."""
         self.controller = controller
         self.seconds: float | None = None if controller is None else 0.0
         self.plan = self.plan if controller is None else controller.task.first()

@@ -59,7 +59,7 @@ class Offloader:
         device: The device with the activations.
         window: The in-flight window, which counts bytes in memory.
         keep_when_full: The argument ``keep_when_full``, which the caller may change between two steps.
-        marks_stalls: Whether to mark the start and the end of each wait for I/O on the device.
+        marks_stalls: Whether to record marks on the device before and after each wait for I/O.
     """
 
     def __init__(
