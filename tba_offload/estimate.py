@@ -94,7 +94,7 @@ def run_on_console(
             share = DeviceShare(int(FITTING * device_bytes), base, gradients)
             if share.left <= 0:
                 notes += (
-                    ["The frozen weights do not fit into the memory of the device, and are offloaded."]
+                    ["The frozen weights do not fit into the memory of the device, so they are offloaded."]
                     if frozen
                     else []
                 )
@@ -109,8 +109,8 @@ def run_on_console(
             steps["fit"] = dry.step(placed["fit"])
             notes += [
                 f"{readable_size(share.budget)} are left for activations: {share}.",
-                "Until the gradients exist, activations may also use the memory of the gradients.",
-                f"Plan of the row 'fit': {layers_by_placement(names, placed['fit'].placements)}.",
+                "Until backward allocates gradients, activations may use the memory reserved for gradients.",
+                f"The row 'fit' uses this plan: {layers_by_placement(names, placed['fit'].placements)}.",
             ]
         rows, forward = [], dry.forward_seconds
         if frozen:
@@ -151,7 +151,7 @@ def run_on_console(
         click.echo(json.dumps(found, indent=2))
     else:
         shortest = f"{carried:,} tokens" if carried else f"more than {max(lengths, default=0):,} tokens"
-        answer = f"Shortest sequence with which recompute-offload does not wait for these drives: {shortest}."
+        answer = f"Shortest sequence for which these drives do not delay recompute-offload: {shortest}."
         text.show(*notes, plans.placements_table(rows), answer)
 
 
@@ -180,7 +180,7 @@ def dry_model(*, flops: float, bandwidth: Bandwidth, **model: Any) -> Iterator[D
     except TbaError:
         raise
     except Exception as error:  # the code of the model may raise any error on tensors without data
-        instead = "Train three steps with 'keep' and a run log, and use tba-offload plan instead"
+        instead = "Instead, train three steps with 'keep' and a run log, and run tba-offload plan"
         why = f"the model cannot run on tensors without data: {error!r}. {instead}"
         raise UnsupportedError(why) from error
     finally:

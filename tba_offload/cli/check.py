@@ -26,7 +26,7 @@ def _stack(text: str) -> tuple[str | None, int]:
     """Return ``("encoder", 12)`` for the option value ``encoder:12``, and ``(None, 24)`` for ``24``."""
     found = re.fullmatch(r"(?:([^:\s]+):)?([1-9][0-9]{0,5})", text)
     if found is None:
-        why = f"{quoted(text)} must be a number of layers, such as 24, or a stack with its number of layers"
+        why = f"{quoted(text)} must be a number of layers, such as 24, or a stack and its number of layers"
         raise click.BadParameter(f"{why}, such as encoder:12")
     return found[1], int(found[2])
 

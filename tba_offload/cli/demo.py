@@ -33,13 +33,13 @@ _STATES = click.Choice(["keep", "offload", "auto", "backward"])
     "directories",
     type=_FOLDER,
     multiple=True,
-    help="Directory of the store. Can be repeated, once for each drive.",
+    help="Directory for offloaded bytes. Repeat this option for each drive.",
 )
 @click.option("--window", help="Size of the in-flight window at the smallest batch size, such as 64MiB.")
 @click.option(
     "--policy",
     type=click.Path(path_type=Path),
-    help="Policy of the third strategy: the path of a file, or 'auto'.  [default: 'offload']",
+    help="Policy to use instead of 'offload': the path of a file, or 'auto'.",
 )
 @click.option("--budget", metavar="SIZE|SHARE", help="Limit of the activation peak. Needs --policy auto.")
 @click.option(

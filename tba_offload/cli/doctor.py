@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @DIRECTORIES
-@click.option("--bench", is_flag=True, help="Also measure rates by block size and number of threads.")
+@click.option("--bench", is_flag=True, help="Also measure rates for several block sizes and thread counts.")
 @JSON
 def doctor(directories: tuple[Path, ...], *, bench: bool, as_json: bool) -> None:
     """Print the I/O path of each directory, the reason for the path, the speed of the drive, and advice.

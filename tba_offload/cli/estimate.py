@@ -32,11 +32,11 @@ def _flops(text: str) -> float:
 @click.option("--batch", type=COUNT, default=1, show_default=True, help="Sequences per micro-batch.")
 @click.option("--dtype", type=_DTYPES, default="bf16", show_default=True, help="Data type of the model.")
 @click.option("--lora", type=COUNT, metavar="RANK", help="Train only LoRA matrices of this rank.")
-@click.option("--base-bits", type=click.Choice(["4", "8"]), help="Bits of a frozen weight. Needs --lora.")
+@click.option("--base-bits", type=click.Choice(["4", "8"]), help="Bits per frozen weight. Needs --lora.")
 @click.option("--flops", type=_flops, metavar="FLOPS", required=True, help="FLOP/s in training, e.g. 400T.")
 @rates
 @click.option("--device-bytes", type=size, help="Memory of the device, such as 80GiB.")
-@click.option("--host-capacity", type=size, help="Host memory to fill before the drives.")
+@click.option("--host-capacity", type=size, help="Host memory for activations, used before the drives.")
 @RATED
 @JSON
 def estimate(*, host_capacity: int | None, **options: Any) -> None:

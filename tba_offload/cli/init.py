@@ -42,7 +42,7 @@ def init(directories: tuple[Path, ...], output: Path, *, force: bool) -> None:
         click.echo(visible(f"  {path}: {place.words}"))
         for doubt in place.findings:
             click.echo(visible(f"  - {doubt}"))
-    click.echo(f"Next: tba-offload check {shlex.quote(str(output))} --layers N, and tba-offload doctor DIR")
+    click.echo(f"Now run tba-offload check {shlex.quote(str(output))} --layers N, and tba-offload doctor DIR")
 
 
 def _drives() -> list[str]:

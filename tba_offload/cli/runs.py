@@ -77,7 +77,7 @@ def rok(runs: tuple[Path, ...], output: tuple[Path, ...], *, as_json: bool, memo
 @click.option("--drives", type=click.FloatRange(0.1), default=1, help="Multiply drive rates by this number.")
 @rates
 @RATED
-@output("File for a policy with the chosen plan.")
+@output("Policy file to write, with the placements of the plan.")
 @click.option("--picture", type=FILE, help="File for a picture of the plans (.svg or .png).")
 @FORCE
 @JSON

@@ -257,7 +257,7 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         may_plan = Placement.AUTO in (self.default, *(rule.placement for rule in self.layers))
         if self.weights and self.weights.frozen == "auto" and not self.budget.device_bytes and not may_plan:
-            why = "'frozen: auto' needs a limit. Set budget.device_bytes, or the placement 'auto' for layers"
+            why = "'frozen: auto' needs a limit. Set budget.device_bytes, or make layers 'auto'"
             raise conflict("weights", why)
         if self.states and self.states.default == "auto" and self.budget.device_bytes is None:
             why = "'default: auto' needs budget.device_bytes. Set this limit, or use 'default: offload'"

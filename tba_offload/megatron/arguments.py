@@ -102,8 +102,8 @@ STATES_CONFLICTS = (
 """Settings that are incompatible with offloaded optimizer states."""
 
 MASTERS_CONFLICTS = (
-    Conflict("--log-params-norm", "the flag needs all masters in memory", instead=_KEEP_MASTERS),
-    Conflict("--qk-clip", "the flag changes masters after the update", instead=_KEEP_MASTERS),
+    Conflict("--log-params-norm", "the flag reads all master copies", instead=_KEEP_MASTERS),
+    Conflict("--qk-clip", "the flag changes master copies after the update", instead=_KEEP_MASTERS),
 )
 """Settings that are incompatible with offloaded masters (fp32 copies of 16-bit parameters)."""
 

@@ -185,7 +185,7 @@ def _identify(name: str, layer: nn.Module) -> LayerId:
     if not isinstance(number, int):
         raise UnsupportedError(
             f"the layer {name!r} ({type(layer).__name__}) has no layer_number, so no policy can name "
-            "this layer. Build the layer in a block of Megatron, which sets layer_number"
+            "this layer. Build the layer in a TransformerBlock, which sets layer_number"
         )
     parts = list(itertools.dropwhile(_WRAPPERS.__contains__, name.split(".")))  # names without wrappers
     if parts[-1].isdigit():

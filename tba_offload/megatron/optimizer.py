@@ -58,7 +58,7 @@ def children_of(optimizer: Any, config: StatesConfig) -> list[Any]:
         if type(child).__name__ not in _KINDS:
             raise UnsupportedError(
                 f"optimizer states of Megatron's {type(child).__name__} cannot be offloaded. Remove "
-                "--tba-optimizer-states, and the section states from the policy"
+                "--tba-optimizer-states, and remove the states section from the policy"
             )
     return children
 

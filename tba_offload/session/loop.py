@@ -434,7 +434,7 @@ def token_counter(tokens: Tokens | None) -> Callable[..., int | None]:
     if callable(tokens):
         return tokens
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
-        raise ConfigError(f"tokens is {tokens!r}. Pass the number of tokens in a micro-batch, or a function")
+        raise ConfigError(f"tokens is {tokens!r}. Pass a number per micro-batch, or a function that counts")
     return lambda *_, **__: tokens
 
 

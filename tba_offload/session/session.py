@@ -483,7 +483,7 @@ class Session:
             what = f"{found.total()} of {len(self.layers)} layers ({', '.join(found)})"
             placed = zip(self.sites, self._plan_of_policy().placements, strict=True)
             placements = " or ".join(dict.fromkeys(each for site, each in placed if site.checkpoint))
-            tell(f"the session takes over checkpointing of {what}, with placement {placements}")
+            tell(f"the session replaces the checkpointing of {what} by the placement {placements}")
         return self.checkpointing.taken != before
 
     def _limits(self) -> Limits:
@@ -522,7 +522,7 @@ class Session:
         if before is not None and plan.placements == before.task.policy:
             return
         if before is not None and before.task.agree is not None:
-            why = "checkpointing was switched on or off after attach(), which several ranks do not support"
+            why = "several ranks cannot switch checkpointing on or off after attach()"
             raise UnsupportedError(f"{why}. Switch checkpointing before attach()")
         self.planning.plan = plan
         is_auto = Placement.AUTO in config.policy.placements(self.world.layers)

@@ -36,7 +36,7 @@ _CLOSELY = 3
 Later, only steps 4, 8, 16 and so on check all bytes.
 """
 
-_HALFWAY = "backward failed halfway through its updates. Load a checkpoint of the model and the optimizer"
+_HALFWAY = "backward() failed halfway through the updates. Load a checkpoint of the model and the optimizer"
 
 
 class BackwardUpdates(Updates):
@@ -127,8 +127,8 @@ class BackwardUpdates(Updates):
             if self._made is None:
                 raise SessionError(_HALFWAY)
             why = f"another backward pass ran after the update: states.micro_batches is {self.micro_batches}"
-            remedy = "Set states.micro_batches to the number of backward passes per step, use_reentrant=False"
-            raise SessionError(f"{why}. {remedy} in checkpoints, or states.when to 'step'")
+            remedy = "Set states.micro_batches to the number of backward passes per step, or checkpoint with"
+            raise SessionError(f"{why}. {remedy} use_reentrant=False, or set states.when to 'step'")
         self._passes += 1
         self._done: list[SubGroup] = []
         self._open: dict[SubGroup, set[torch.Tensor]] = {}
@@ -200,14 +200,14 @@ class BackwardUpdates(Updates):
         if made is None and self._is_updating:
             raise SessionError(_HALFWAY)
         if made is None and any(type(local(each.grad)) is FreedGradient for each in parameters):
-            why = "optimizer.step() was called twice without a backward pass between"
+            why = "optimizer.step() was called twice without a backward pass between the calls"
             raise SessionError(f"{why}. Call step() once after backward(), or set states.when to 'step'")
         self._wait()
         what = None if made is None else self._what_differs(options)
         self._last = self.homes.device.event()
         if what is not None:
-            why = f"backward() had updated the parameters, and {what} changed after backward()"
-            raise SessionError(f"{why}. Make changes after optimizer.step(), or set states.when to 'step'")
+            why = f"{what} was changed after backward(), which had already updated the parameters"
+            raise SessionError(f"{why}. Change it after optimizer.step(), or set states.when to 'step'")
         self._forget()
         return made or super().step(options)
 

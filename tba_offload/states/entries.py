@@ -140,8 +140,8 @@ class Entries:
                 raise value.refused(f"{why}. Assign the values, not the placeholder")
             groups = self._groups.holding.get(parameter)
             if not groups or any(key not in group.keys[parameter] for group in groups):
-                why = "the program removed the state, which freed its values, and put the placeholder back"
-                raise value.refused(f"{why}. Put back the values, not the placeholder")
+                why = "the program removed the state, and then assigned its placeholder again"
+                raise value.refused(f"{why}. Assign the values, not the placeholder")
 
     def is_current(self, group: SubGroup) -> bool:
         """Return True if the program has not set or cleared states of the sub-group since the last update."""

@@ -85,11 +85,11 @@ def _check_parts(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
         raise UnsupportedError("LBFGS updates all parameters as one vector. Use another optimizer")
     if not (trusted or is_known(optimizer)):
         why = f"tba-offload does not know whether {name} updates each parameter independently"
-        raise UnsupportedError(f"{why}. If {name} does, set states.trust to true")
+        raise UnsupportedError(f"{why}. If the updates are independent, set states.trust to true")
     if any(not isinstance(key, torch.Tensor) for key in optimizer.state):
-        raise UnsupportedError(f"{name} has states that belong to all parameters. Do not offload its states")
+        raise UnsupportedError(f"{name} has states that all parameters share. Do not offload its states")
     if _goes_by_position(optimizer):
-        why = f"{name} cannot use overrides for single parameters (GlobalOptimManager) while offloaded"
+        why = f"states of {name} cannot be offloaded: GlobalOptimManager has overrides for some parameters"
         raise UnsupportedError(f"{why}. Remove the overrides, and give these parameters another optimizer")
     for group in optimizer.param_groups:
         _check_group(name, group, of_adafactor=isinstance(optimizer, torch.optim.Adafactor))

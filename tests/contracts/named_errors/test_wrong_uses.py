@@ -141,7 +141,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no tokens": (
         {"tokens": 0},
         tba.ConfigError,
-        r"tokens is 0\. Pass the number of tokens in a micro-batch, or",
+        r"tokens is 0\. Pass a number per micro-batch, or",
     ),
     "a log in no directory": (
         {"run_log": "no/run.jsonl"},

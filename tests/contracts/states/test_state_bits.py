@@ -256,7 +256,7 @@ class Overriding(optim.AdamW):
     ("make", "message"),
     [
         (Around, "the optimizers in its attribute 'optim' make the updates"),
-        (Overriding, "cannot use overrides for single parameters"),
+        (Overriding, "GlobalOptimManager has overrides for some parameters"),
         (lambda each: SimpleNamespace(optim_map={"weight": optim.SGD(each)}), "not a torch.optim.Optimizer"),
     ],
 )

@@ -102,7 +102,7 @@ def test_without_a_file_it_takes_the_sizes_of_a_llama() -> None:
     assert found["carried_from"] == 128
     needed = found["placements"][-1]["drives_need"]
     slow = "--flops", "20G", "--write", f"{needed * 1.01:.0f}B/s"
-    answer = "with which recompute-offload does not wait for these drives: 2,048 tokens."
+    answer = "for which these drives do not delay recompute-offload: 2,048 tokens."
     assert answer in call("estimate", *sizes, *slow).stdout
     found = estimate(*sizes, *slow, "--read", f"{needed / 5:.0f}B/s")  # backward takes three times as long
     assert found["carried_from"] > 2048
@@ -183,6 +183,6 @@ def test_it_foretells_lora_on_a_base_in_few_bits(tmp_path: Path) -> None:
     assert in_4_bits / found["frozen_bytes"] == pytest.approx(4.5 / 32, rel=1e-3)
     shown = call("estimate", "--flops", "20G", "--write", "1GB/s", "--device-bytes", "8MiB", *sizes)
     assert (
-        "The frozen weights do not fit into the memory of the device, and are offloaded." in shown.stdout
+        "The frozen weights do not fit into the memory of the device, so they are offloaded." in shown.stdout
     ), shown.output
     assert "--base-bits needs --lora" in call("estimate", "--flops", "1G", "--base-bits", 4).stderr
