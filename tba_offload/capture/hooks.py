@@ -263,8 +263,8 @@ class LayerHooks:
         stays: Function that takes the bytes of an activation and returns True if the activation stays in
             memory. ``stays`` is called once for each activation, in the order of saving. If ``stays`` is
             ``None``, all activations are offloaded.
-        saves_inputs: Whether the hooks see only the inputs of a layer that is recomputed. Inputs that several
-            layers share, such as masks, stay in memory from the second step on.
+        saves_inputs: Whether the hooks see only the inputs of a layer that is recomputed. Inputs without a
+            gradient that several layers share, such as masks, stay in memory from the second step on.
     """
 
     is_of_tba_offload = True  # torch.func transforms start with these hooks removed
@@ -367,8 +367,8 @@ class LayerHooks:
         if place is None:
             capture.trace.deduplicated_bytes += local.nbytes
             first: ActivationKey = saved.trace.key
-            if self._saves_inputs and first.scope.layer != self._key.layer:
-                # Otherwise, the first of these layers in backward would wait for a read.
+            # Such as a mask or a rotary table. The first of the layers in backward would wait for a read.
+            if self._saves_inputs and first.scope.layer != self._key.layer and not tensor.requires_grad:
                 capture.learn(saved.trace)
             is_like = type(tensor) is Tensor and saved.probe.dtype is tensor.dtype
             packed.probe = saved.probe if is_like else views.version_probe(tensor)

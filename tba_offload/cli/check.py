@@ -84,7 +84,6 @@ def check(policy: Path, stacks: Sequence[tuple[str | None, int]], *, as_json: bo
 
 
 def _groups(policy: Policy, layers: Sequence[LayerId]) -> Iterator[dict[str, str]]:
-
     def reason(layer: LayerId) -> tuple[str | None, str, str]:
         placement, why = policy.explain(layer)
         return layer.stack, placement.value, why

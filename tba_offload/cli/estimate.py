@@ -14,7 +14,6 @@ _UNITS = {"G": 1e9, "T": 1e12, "P": 1e15}
 
 
 def _flops(text: str) -> float:
-
     found = re.fullmatch("([0-9]+(?:[.][0-9]+)?)([GTP])(/s)?", text)
     if found is None or not float(found[1]):
         why = f"{text!r} must be a number of FLOPs per second with the unit G, T or P, such as 400T"

@@ -92,7 +92,6 @@ def with_host_memory(drives: Bandwidth, capacity: int) -> Bandwidth:
 
 
 def _measured(**settings: Any) -> tuple[float, float]:
-
     from tba_offload.device import default_device
     from tba_offload.store.doctor import measure
     from tba_offload.store.open import open_store

@@ -547,7 +547,6 @@ def _statistic(file: Path, name: str) -> int | None:
 
 
 def _read(file: Path) -> str:
-
     try:
         return file.read_text()
     except OSError:

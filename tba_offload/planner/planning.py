@@ -327,9 +327,9 @@ class ResidentData:
             free -= extra[parts[-1]]
         if parts == self._parts:
             return
-        self._parts = parts
         for each, part in zip(self._data, parts, strict=True):
             each.arrange(part)
+        self._parts = parts
         shares = (
             f"{part} of {len(each.sizes)} {each.what}" for each, part in zip(self._data, parts, strict=True)
         )

@@ -254,20 +254,23 @@ class FileStore(Store):
         The owner of the file is not checked, because a file server may give all files another owner than the
         user of this process.
         """
-        path = existing_directory(self.name) / f"tba-{secrets.token_hex(8)}"
-        try:
-            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        except OSError as error:
-            raise store_error("no file can be created in this directory", error, self.name) from error
-        with ExitStack() as named, ExitStack() as opened:
-            named.callback(path.unlink)
+        here, name = existing_directory(self.name), f"tba-{secrets.token_hex(8)}"
+        with ExitStack() as opened, ExitStack() as named:
+            try:
+                directory = os.open(here, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
+                named.callback(os.close, directory)
+                self.fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=directory)
+            except OSError as error:
+                raise store_error("no file can be created in this directory", error, self.name) from error
             opened.callback(self.close)
+            named.callback(os.unlink, name, dir_fd=directory)
             if (mode := os.fstat(self.fd).st_mode & 0o777) & 0o077:
                 what = f"other users may read the store: new files in this directory have mode {mode:04o}"
                 remedy = "choose a directory on another drive, or mount this drive with umask=077"
                 raise StoreError(errno.EPERM, f"{what}; {remedy}", self.name)
             self.mount = posix.mount_of(f"/proc/self/fd/{self.fd}")
             self.start()
+            named.close()
             opened.pop_all()
 
     def start(self) -> None:
@@ -318,6 +321,8 @@ def existing_directory(name: str) -> Path:
             why = f"the link {link.name!r} of another user is in a directory that everybody may write to"
             raise StoreError(errno.ELOOP, f"{why}; name the directory to which the link points", name)
         here = link.parent / link.readlink() / here.relative_to(link)
+    else:
+        raise StoreError(errno.ELOOP, "the path has too many symbolic links; name the directory itself", name)
     for part in (*reversed(here.parents), here):
         try:
             mode = part.stat().st_mode

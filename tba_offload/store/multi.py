@@ -187,7 +187,6 @@ class MultiStore:
         self._finish(transfer, error)
 
     def _finish(self, transfer: Transfer, error: StoreError | None) -> None:
-
         transfer.error = error
         if self.completed is not None:
             self.completed.append(transfer)
@@ -263,7 +262,6 @@ class MultiStore:
         return Tier(*map(sum, zip(*loads, strict=True)))
 
     def _refusal(self, nbytes: int) -> StoreError:
-
         reasons = "; ".join(
             f"{place.store.name}: {place.cause or f'{place.extents.used} of {place.limit} bytes are taken'}"
             for place in self._places
@@ -273,7 +271,6 @@ class MultiStore:
         return StoreFullError(errno.ENOSPC, f"no room for {nbytes} bytes: {reasons}")
 
     def _remove(self, transfer: Transfer) -> None:
-
         place, extent = self._places[transfer.drive], transfer.extent
         self._transfers.remove(transfer)
         if transfer.is_write:

@@ -165,8 +165,14 @@ class Place:
             for queue, number, verb in zip(self._queues, self._numbers, ("read", "write"), strict=True)
             for _ in range(number)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError:  # the process may not start more threads
+            self.disabled_until = math.inf  # threads that did not start cannot be joined
+            self.close()
+            store.close()
+            raise
 
     # ---- I/O threads -----------------------------------------------------------------------------
 

@@ -157,9 +157,9 @@ class FrozenWeights:
                     weight.come_back()
                     self._weights[weight.layer].remove(weight)
                     self._grow(-weight.nbytes)
-                elif number < offloaded and weight.is_back:
-                    self._weights[weight.layer].append(weight)
+                elif number < offloaded and weight.is_back and weight.parts:
                     weight.write()
+                    self._weights[weight.layer].append(weight)
 
     @property
     def _spread(self) -> list[FrozenWeight]:

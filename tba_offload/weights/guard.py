@@ -23,6 +23,7 @@ _TENSOR: Any = torch.Tensor  # its descriptors are missing in the type stubs
 _OF_ITSELF = {_TENSOR.data.__set__, _TENSOR.set_, _TENSOR.resize_, _TENSOR.resize_as_}
 TRAIN = {_TENSOR.requires_grad_, _TENSOR.requires_grad.__set__}
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
+_NO_WEIGHT = "this alias of an offloaded frozen weight has no bytes. Use weight.detach() to get an alias"
 
 
 class Guard:
@@ -60,6 +61,8 @@ class Guard:
 def _use(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a function of frozen weights that needs their bytes."""
     found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Guard)]
+    if not found:
+        raise SessionError(_NO_WEIGHT)
     weights = list(dict.fromkeys(each.tba_offload_weight for each in found))
     for weight in weights:
         weight.check(func, args, kwargs)

@@ -56,8 +56,6 @@ class Part:
         self._device, self._count, self._name = homes.device, count, found.name
         # Memory from a file or from another library may not be resizable, so allocate new memory.
         self._storage = new_storage(self.nbytes, tensors[0].device)
-        self._in_layer = [_over(self._storage, each) for each in tensors]
-        self._in_store = list(map(unreadable, tensors))
         self._stream: Any = None  # the stream on which the memory was allocated
         self._resident = set(self.slices)
         self._reads: dict[int, list[Transfer]] = {}
@@ -71,6 +69,9 @@ class Part:
             TransferError: The bytes cannot be written, and stay in memory.
         """
         _bytes_of(self._storage).copy_(_bytes_of(self.tensors[0].untyped_storage()))
+        # The program may have set data of another layout while the weight was in memory.
+        self._in_layer = [_over(self._storage, each) for each in self.tensors]
+        self._in_store = list(map(unreadable, self.tensors))
         self._write()
         self.is_back = False
         self._count(self.nbytes)

@@ -27,10 +27,7 @@ _PASSES, _NEARLY_ALL = 5, 4
 """An expert is read ahead if the expert ran in at least 4 of the last 5 forward passes. At most a fifth of
 these reads is then useless."""
 
-_IS_READ = (
-    "was used outside of its layer, so it was read from the store. Each use outside of the layer reads the "
-    "weight again"
-)
+_IS_READ = "was read from the store for a use outside of its layer. Each such use reads the weight again"
 
 Run: TypeAlias = "dict[FrozenWeight, set[int]]"
 """The weights of experts that one forward of a layer has used, with the indices of the used slices."""
