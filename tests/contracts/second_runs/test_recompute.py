@@ -167,18 +167,23 @@ class Scaled(nn.Module):
         return F.gelu(self.linear(x)) * table
 
 
-def test_what_all_layers_share_stays_in_memory_so_that_backward_does_not_wait_for_it() -> None:
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_masks_that_layers_share_stay_in_memory_so_that_backward_does_not_wait_for_them(
+    has_gradient: bool,
+) -> None:
     layers = nn.ModuleList(Scaled() for _ in range(2 * LAYERS))
     with session_for(layers, default=INPUTS, layers=list(layers)) as session:
         for _ in range(3):
             with session.step():
-                x, table = torch.randn(ROWS, WIDTH, requires_grad=True) * 1, torch.rand(ROWS, WIDTH)
+                x, shared = torch.randn(ROWS, WIDTH, requires_grad=True) * 1, torch.rand(ROWS, WIDTH)
+                shared = shared.requires_grad_(has_gradient) * 1
                 for layer in layers:
-                    x = layer(x, table)
-                del table
+                    x = layer(x, shared)
+                del shared
                 x.sum().backward()
-        shared = [record.read_bytes + record.forwarded_bytes for record in session.records]
-    assert [each - 2 * LAYERS * x.nbytes for each in shared] == [x.nbytes, 0, 0]
+        read = [record.read_bytes + record.forwarded_bytes for record in session.records]
+    of_shared = [each - 2 * LAYERS * x.nbytes for each in read]
+    assert of_shared == ([x.nbytes] * 3 if has_gradient else [x.nbytes, 0, 0])
 
 
 # Checkpoints of the program

@@ -313,6 +313,24 @@ def test_a_drive_that_is_full(tmp_path: Path) -> None:
     assert_same_tensors(model.parameters(), Model().parameters())
 
 
+def test_weights_that_are_offloaded_again_have_the_values_of_memory(tmp_path: Path) -> None:
+    """Also values of another layout, which the program has set meanwhile, and after a write that failed."""
+    model, x = Model().eval(), rows()
+    own = [layer.one.base.weight for layer in model.layers]
+    with offloaded(model, tmp_path) as weights:
+        weights.arrange(0)
+        own[1].data = torch.randn(WIDTH, WIDTH).t()
+        values, expected = [weight.detach().clone() for weight in own], model(x)
+        with inject("fail-write:errno=EIO"), pytest.raises(TransferError):
+            weights.arrange(2 * LAYERS)
+        assert same_bits(model(x), expected)
+        weights.arrange(2 * LAYERS)
+        assert all(map(is_away, own))
+        assert_same_tensors([weight.detach() for weight in own], values)
+        assert same_bits(model(x), expected)
+    assert_same_tensors(own, values)
+
+
 class Quantized(nn.Parameter):
     """Stands for weights whose bytes are read by their address."""
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*used outside of its layer"),
+    pytest.mark.filterwarnings("ignore:.*a use outside of its layer"),
 ]
 
 
@@ -75,6 +75,11 @@ REFUSED: dict[str, tuple[type[Exception], str, Use]] = {
     "vmap": (SessionError, r"layers\.1\.one\.base\.weight", torch.vmap(lambda row: row.sum())),
     "Parameter": (RuntimeError, r"requires that detach\(\)", nn.Parameter),
     "DLPack": (RuntimeError, "data pointer", torch.utils.dlpack.to_dlpack),
+    "alias": (
+        SessionError,
+        r"Use weight\.detach\(\)",
+        lambda weight: without_its_class(lambda each: each.data)(weight) + 0,
+    ),
     "swap": (RuntimeError, "weakref", lambda weight: torch.utils.swap_tensors(weight, torch.ones(2))),
 }
 
