@@ -423,8 +423,7 @@ def at_odds_with_others() -> type[Controller]:
     turns = itertools.count(dist.get_rank())
 
     class AtOdds(Controller):
-        def propose(self, seen: StepObservation) -> Plan:
-            self.steps += 1
+        def _after_step(self, seen: StepObservation) -> Plan:
             turn = next(turns)
             layers = range(len(self.task.policy))
             placements = tuple(choices[(turn + layer) % len(choices)] for layer in layers)
