@@ -282,7 +282,7 @@ class _Step:
         return item
 
     def _flush(self, held_back: int) -> None:
-        while self._pending and not (held_back and self._pending_bytes <= held_back):
+        while len(self._pending) > bool(held_back) and not 0 < self._pending_bytes <= held_back:
             item = self._pending.popleft()
             self._pending_bytes -= item.nbytes
             item.waits = False

@@ -135,12 +135,12 @@ class Offloader:
                 self._flush(0)
 
     def _flush(self, held_back: int) -> None:
-        """Queue the oldest pending writes until at most ``held_back`` bytes are pending.
+        """Queue the oldest pending writes until at most ``held_back`` bytes or one storage are pending.
 
         One loop queues all writes, so that the code of the loop stays in the processor's caches.
         """
         pending, batch, events = self._pending, list[Transfer](), dict[Any, Any]()
-        while pending and (not held_back or self._pending_bytes > held_back):
+        while len(pending) > bool(held_back) and (not held_back or self._pending_bytes > held_back):
             ref = pending[0]
             saved = ref()
             if saved is not None and ref.state is State.PENDING and saved.memory is not None:
