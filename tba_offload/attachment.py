@@ -109,7 +109,9 @@ def attach(
     warn_of_doubts(chosen, ids, on_cpu=device_of_model(chunks).torch_device.type == "cpu")
     optimizers = _listed(optimizer)
     if chosen.states is not None and not optimizers:
-        message = "states: has no effect, because attach() got no optimizer. Pass optimizer=optimizer"
+        message = (
+            "the key 'states' has no effect, because attach() got no optimizer. Pass optimizer=optimizer"
+        )
         warn(message, NoEffectWarning)
     return Session(
         stack,

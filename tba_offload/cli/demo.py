@@ -35,7 +35,7 @@ _STATES = click.Choice(["keep", "offload", "auto", "backward"])
     multiple=True,
     help="Directory for offloaded bytes. Repeat this option for each drive.",
 )
-@click.option("--window", help="Size of the in-flight window at the smallest batch size, such as 64MiB.")
+@click.option("--window", help="In-flight window at the smallest batch size, in bytes, for example 64MiB.")
 @click.option(
     "--policy",
     type=click.Path(path_type=Path),
@@ -43,7 +43,7 @@ _STATES = click.Choice(["keep", "offload", "auto", "backward"])
 )
 @click.option("--budget", metavar="SIZE|SHARE", help="Limit of the activation peak. Needs --policy auto.")
 @click.option(
-    "--device-budget", metavar="SIZE|SHARE", help="Limit of all device memory. Needs --policy auto."
+    "--device-budget", metavar="SIZE|SHARE", help="Limit of the device memory in use. Needs --policy auto."
 )
 @click.option(
     "--states", type=_STATES, default="keep", help="Also run a strategy that offloads optimizer states."

@@ -72,7 +72,7 @@ def rok(runs: tuple[Path, ...], output: tuple[Path, ...], *, as_json: bool, memo
 @click.command()
 @_RUN
 @click.option("--budget", type=size, help="Limit of the activation peak, such as 12GiB.")
-@click.option("--device-bytes", type=size, help="Limit of all device memory (use instead of --budget).")
+@click.option("--device-bytes", type=size, help="Limit of the device memory in use (instead of --budget).")
 @click.option("--layers", type=click.IntRange(1, 10_000), help="Plan for a model with this number of layers.")
 @click.option("--drives", type=click.FloatRange(0.1), default=1, help="Multiply drive rates by this number.")
 @rates

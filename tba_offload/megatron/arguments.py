@@ -115,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """
     if "--tba-policy" in parser._option_string_actions:
         return parser
-    text = "Each of these flags switches offloading on and overrides the policy."
+    text = "Each flag switches offloading on. The flag for a setting overrides this setting in the policy."
     group = parser.add_argument_group("activation offloading (tba-offload)", text)
     for name, _, options, text in _FLAGS:
         group.add_argument(f"--tba-{name}", help=text, **options)

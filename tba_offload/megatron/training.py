@@ -306,7 +306,7 @@ def _failing_together() -> Iterator[None]:
 def _of_this_rank(config: OffloadConfig, arguments: argparse.Namespace) -> OffloadConfig:
     """Return the config for this rank.
 
-    The ranks of a node share the node's store directories. Each rank has at least one directory. The limit
+    The store directories of a node are divided among its ranks, and each rank gets at least one. The limit
     for a hanging transfer is at most half the timeout of collective operations. With a longer limit, other
     ranks would fail first, and their error would not name the drive.
     """

@@ -196,7 +196,7 @@ def _clock(stalls: Sequence[tuple[float, float]]) -> Callable[[float], float]:
 def _intervals(times: StepTimes) -> list[tuple[tuple[float, float], tuple[float, float]]]:
     """Return the forward and backward intervals of each layer run, in compute time.
 
-    The backward of a layer ends when the next layer run starts, or at the end of the backward pass.
+    The backward of a layer ends when any layer starts its forward or backward, or with the backward pass.
     """
     clock = _clock(times.stalls)
     begins = [began for scope in times.scopes for began in (scope.forward_began, scope.backward_began)]

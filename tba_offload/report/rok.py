@@ -349,7 +349,7 @@ def picture_kind(path: str | os.PathLike[str], *more: str) -> str:
     """
     kind, kinds = Path(path).suffix.lower().removeprefix("."), ("svg", "png", *more)
     if kind not in kinds:
-        others = "".join(f", and the name of a trace in .{each}" for each in more)
+        others = "".join(f", and the name of a trace must end in .{each}" for each in more)
         raise ConfigError(f"{path}: the name of a picture must end in .svg or .png{others}")
     return kind
 

@@ -203,7 +203,7 @@ _BINS, _MOST_POINTS = 120, 400
 _PARTS: dict[str, tuple[str, Callable[[Moment], int]]] = {
     "being written": (COLOURS[1], lambda point: max(point.in_flight - point.read_ahead, 0)),
     "prefetched": (COLOURS[2], lambda point: point.read_ahead),
-    "used by backward, or write failed": (COLOURS[4], lambda point: point.settled),
+    "in use by backward, or not written": (COLOURS[4], lambda point: point.settled),
     "kept by layers": (COLOURS[3], lambda point: point.left),
 }
 """Parts of live bytes that the timeline draws, with their colours, from bottom to top of the stack."""

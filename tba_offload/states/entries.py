@@ -52,7 +52,8 @@ class Entries:
     def resident(self, group: SubGroup, parameter: torch.Tensor) -> Entry:
         """Return the states of a parameter that are in memory.
 
-        For a slice, return copies, because all slices of a parameter share these states.
+        If ``group`` has a slice of the parameter, return copies. The update of one slice must not change the
+        states for the other slices.
         """
         entry = self.shown(parameter)
         found = {key: value for key, value in entry.items() if not isinstance(value, AwayTensor)}

@@ -39,7 +39,7 @@ _ELEMENTWISE = frozenset(
 _EXACT = frozenset((torch.float32, torch.float64))
 """Data types for which vectorized and scalar code give the same bits.
 
-On a CPU, 15 of 300,000 bfloat16 elements differed after six updates by RMSprop.
+For bfloat16, 15 of 300,000 elements differed on a CPU after six updates by RMSprop.
 """
 
 

@@ -92,7 +92,7 @@ class Offloader:
             key: Name of the activation.
             at_once: Whether to queue the pending writes as soon as they fill a batch. By default, the latest
                 writes stay pending, because backward uses the latest storages first.
-            is_filling: Whether the operation that saves the storage may still change its bytes. If True, the
+            is_filling: Whether the operation of autograd may still write to the storage. If True, the
                 write to the store starts only after the caller sets :attr:`SavedStorage.is_filling` to False.
 
         Raises:

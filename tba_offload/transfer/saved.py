@@ -44,7 +44,7 @@ class SavedStorage:
         address: Original address of the saved bytes. Restored bytes have the same address modulo the
             store's alignment.
         stream: The stream that produced the bytes or, after a read, the stream of the restored memory.
-        is_filling: Whether the operation that saves the storage may still change its bytes.
+        is_filling: Whether the operation of autograd may still write to the storage.
         is_restored: Whether ``alive`` refers to restored memory.
         was_held: Whether another reference kept the memory alive until backward first used the storage.
         tensors: Number of saved tensors that use the storage.

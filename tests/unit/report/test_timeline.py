@@ -118,7 +118,9 @@ def test_the_picture_is_of_the_same_step(tmp_path: Path) -> None:
 
 def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
     log = logged(tmp_path / "run.jsonl", event())
-    with pytest.raises(ConfigError, match=r"must end in \.svg or \.png, and the name of a trace in \.json"):
+    with pytest.raises(
+        ConfigError, match=r"must end in \.svg or \.png, and the name of a trace must end in \.json"
+    ):
         timeline_of(read_run_log(log)).write(tmp_path / "a.pdf")
     assert call("timeline", log).exit_code == 2
     before = log.read_bytes()
