@@ -109,9 +109,7 @@ def attach(
     warn_of_doubts(chosen, ids, on_cpu=device_of_model(chunks).torch_device.type == "cpu")
     optimizers = _listed(optimizer)
     if chosen.states is not None and not optimizers:
-        message = (
-            "the key 'states' has no effect, because attach() got no optimizer. Pass optimizer=optimizer"
-        )
+        message = "the key 'states' has no effect without an optimizer in attach(). Pass optimizer=optimizer"
         warn(message, NoEffectWarning)
     return Session(
         stack,

@@ -208,7 +208,8 @@ class Part:
 
     def _point_to(self, others: list[torch.Tensor]) -> None:
         """Give the tensors the memory of other tensors."""
-        with without_dispatch():
+        # The assignment needs autograd's dispatch keys, which inference mode removes.
+        with torch.inference_mode(mode=False), without_dispatch():
             for tensor, other in zip(self.tensors, others, strict=True):
                 tensor.data = other
 

@@ -306,6 +306,4 @@ def test_an_optimizer_of_another_model_whose_states_are_to_be_offloaded(model: M
 
 def test_states_without_an_optimizer(model: Model) -> None:
     (said,) = told(model, policy(states={}), lambda: None)
-    assert (
-        said == "the key 'states' has no effect, because attach() got no optimizer. Pass optimizer=optimizer"
-    )
+    assert said == "the key 'states' has no effect without an optimizer in attach(). Pass optimizer=optimizer"
