@@ -63,13 +63,13 @@ def select(chunks: Modules, layers: Modules, at_least: int, device: torch.device
         parameters = nn.Module.named_parameters(module, prefix, recurse=False)
         for name, tensor in chain(parameters, nn.Module.named_buffers(module, prefix, recurse=False)):
             groups: defaultdict[int, Tensors] = defaultdict(list)
-            for part in parts_of(tensor, module):
+            for part in (parts := parts_of(tensor, module)):
                 if not hasattr(part, "__tensor_flatten__"):
                     groups[part.untyped_storage()._cdata].append(part)
             for storage in groups:
                 users[storage].add((owner.get(module), id(tensor)))
-            tensors[owner.get(module), id(tensor)] = name, module, tensor, groups
-    for (number, _), (name, module, tensor, groups) in tensors.items():
+            tensors[owner.get(module), id(tensor)] = name, module, tensor, parts, groups
+    for (number, _), (name, module, tensor, parts, groups) in tensors.items():
         if number is None or not isinstance(tensor, nn.Parameter) or tensor.requires_grad or tensor.is_meta:
             continue
         own = [part for storage, part in groups.items() if len(users[storage]) == 1]
@@ -82,7 +82,7 @@ def select(chunks: Modules, layers: Modules, at_least: int, device: torch.device
         elif own and not reason:
             slices = slices_of(tensor, module)
             expert = experts.get(module) if slices == 1 else module
-            found.append(Found(number, name, parts_of(tensor, module), own, slices, expert))
+            found.append(Found(number, name, parts, own, slices, expert))
     texts = (f"{len(sizes)} {what} ({format_size(sum(sizes))})" for what, sizes in others.items())
     return found, ", ".join(texts)
 

@@ -57,7 +57,7 @@ pytestmark = [
 ]
 
 Use = "Callable[[Training], Any]"
-"""What a program does while the session is open; what it returns is compared."""
+"""Uses while the session is open. The test compares the returned values."""
 
 
 def one_of(training: Training) -> Any:
@@ -558,7 +558,7 @@ def test_a_read_of_all_weights_takes_the_memory_of_one_after_the_other(base: str
 
 @pytest.mark.parametrize("base", of_which(["fp32", "nf4", "torchao int8"], "fp32", "nf4"))
 def test_aliases_outlive_the_session(base: str, tmp_path: Path) -> None:
-    """What is written through them after the session is written to the weights."""
+    """After the session, a write to such an alias changes the weight."""
     results = []
     for attach in (nullcontext, partial(offloaded, directory=tmp_path)):
         training = Training(make("Llama", base))

@@ -308,7 +308,7 @@ def test_directories_override_those_of_the_policy(
         assert session.config.store.directories == tuple(drives if kind == "list" else drives[:1])
 
 
-# What is legal and has no effect
+# Arguments that are allowed and have no effect
 
 
 def warned(config: object, **arguments: Any) -> list[warnings.WarningMessage]:

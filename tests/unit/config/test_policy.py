@@ -110,7 +110,7 @@ def test_bare_numbers_where_several_stacks_count_their_own() -> None:
         policy(Rule("0", KEEP)).resolve([])
 
 
-# Placements by name, and layers of which a share of the bytes is offloaded
+# Names of placements, and placements that offload a percentage of the bytes
 
 
 HALF = Placement("offload-50%")

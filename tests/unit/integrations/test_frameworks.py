@@ -318,7 +318,7 @@ for value in values:
 
 
 def printed_by(python: Warm, name: str, directory: Path, option: str, *values: str) -> list[str]:
-    """What an example prints for each value of an option. The losses of its two steps are the same."""
+    """Return the output of an example for each value of an option, with the same losses in both steps."""
     example = str(EXAMPLES / f"train_{name}.py")
     done = python.run("-c", IN_TURN, str(directory), example, f"--steps 2 {option}", *values)
     assert done.returncode == 0, done.stderr[-4000:]
