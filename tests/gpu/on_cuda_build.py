@@ -31,7 +31,7 @@ for package in ("tba_offload", "tba_lab"):
             try:
                 importlib.import_module(module.name)
             except ImportError as error:  # of something optional
-                missing = getattr(error, "package", error.name)
+                missing = (error.__cause__ or error).name
                 assert missing in {"lightning", "matplotlib", "pytorch_lightning", "transformers"}, error
 """
 
