@@ -276,7 +276,7 @@ class _Step:
         self._in_flight += nbytes
         self._note()
         if self._in_flight > self._tight_above:
-            self._flush(0)  # otherwise the next activation may have to wait
+            self._flush(nbytes if nbytes <= self._tight_above else 0)
         elif self._pending_bytes >= self._window.due:
             self._flush(self._window.held_back)
         return item

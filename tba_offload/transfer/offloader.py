@@ -112,8 +112,11 @@ class Offloader:
             self._pending.append(saved.ref)
             self._pending_bytes += nbytes
             window.add(nbytes)
-            if window.in_flight > window.all_above or (at_once and self._pending_bytes >= window.batch):
+            if at_once and self._pending_bytes >= window.batch:
                 self._flush(0)
+            elif window.in_flight > window.all_above:
+                # The last storage stays pending, unless the next storage would have to wait for its write.
+                self._flush(nbytes if nbytes <= window.all_above else 0)
             elif self._pending_bytes >= window.due:
                 self._flush(window.held_back)
         return saved

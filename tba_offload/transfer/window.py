@@ -61,7 +61,7 @@ class InFlightWindow(Window):
         stats: Figures since the last reset.
         most_read_ahead: Number of bytes in flight above which nothing is prefetched. The number is infinite
             until the device runs out of memory.
-        all_above: Number of bytes in flight above which all pending writes are queued.
+        all_above: The result of :meth:`tight_above` for the largest storage of this step or the step before.
     """
 
     def __init__(self, nbytes: int | None) -> None:
