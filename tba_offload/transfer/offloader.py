@@ -112,11 +112,9 @@ class Offloader:
             self._pending.append(saved.ref)
             self._pending_bytes += nbytes
             window.add(nbytes)
-            if at_once and self._pending_bytes >= window.batch:
-                self._flush(0)
-            elif window.in_flight > window.all_above:
-                # The last storage stays pending, unless the next storage would have to wait for its write.
-                self._flush(nbytes if nbytes <= window.all_above else 0)
+            if window.in_flight > window.all_above or (at_once and self._pending_bytes >= window.batch):
+                # By default, the last storage stays pending, if the next storage need not wait for its write.
+                self._flush(0 if at_once or nbytes > window.all_above else nbytes)
             elif self._pending_bytes >= window.due:
                 self._flush(window.held_back)
         return saved

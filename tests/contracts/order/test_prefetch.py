@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from around import put_around
-from harness import CPU, session_for
+from harness import CPU, Drive, session_for
 from torch import Tensor, nn
 
 from tba_offload.store.host import HostStore
@@ -86,3 +86,15 @@ def test_backward_finds_the_reads_of_the_layer_before_begun() -> None:
             assert session.last is not None
             assert session.last.read_bytes >= LAYERS // 2 * EACH * batch.nbytes
     assert not transfers.late
+
+
+def test_the_tensor_saved_last_is_not_written_while_the_window_has_room_for_one_more() -> None:
+    model, drive = nn.Sequential(*(Layer(lambda: None) for _ in range(2))), Drive()
+    batch = torch.ones(ROWS, WIDTH)
+    drive.writes.hold()
+    with session_for(model, layers=list(model), drive=drive, in_flight=4 * batch.nbytes) as session:
+        with session.step():
+            loss = model(batch).sum()
+            assert len(session.offloader._pending) == 1
+            drive.release()
+            loss.backward()

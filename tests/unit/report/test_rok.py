@@ -97,17 +97,11 @@ def test_runs_can_be_compared_by_all_that_lies_on_the_device(tmp_path: Path) -> 
         rok.points([path])
 
 
-# Several
-
-
 def test_the_pareto_set_is_sorted_and_free_of_what_is_beaten() -> None:
     found = [(point.strategy, point.batch_size) for point in rok.pareto(CURVES)]
     assert found == [("offload", 1), ("recompute", 2), ("offload", 2), ("offload", 4)]
     twins = [make("keep", 1, 10, 5.0), make("offload", 1, 10, 5.0)]
     assert rok.pareto(twins) == twins
-
-
-# Picture
 
 
 def test_the_picture_has_axes_from_zero_and_a_line_for_each_strategy() -> None:

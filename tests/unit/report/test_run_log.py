@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 from children import run_python
 from commands import call
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from store_contract import descriptors
 
 from tba_offload.errors import RunLogError
@@ -64,15 +62,10 @@ def test_every_field_comes_back(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-@given(loss=st.floats(), seconds=st.floats(min_value=0, allow_infinity=False))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_floats_come_back_bit_for_bit(tmp_path: Path, loss: float, seconds: float) -> None:
-    path = tmp_path / "run.jsonl"
-    path.unlink(missing_ok=True)
-    (step,) = read_run_log(write_log(path, StepRecord(step=1, seconds=seconds, loss=loss))).steps
-    assert step.seconds.hex() == seconds.hex()
-    assert step.loss is not None
-    assert step.loss.hex() == loss.hex()
+@pytest.mark.parametrize("loss", [float("nan"), float("-inf"), 5e-324])
+def test_every_loss_comes_back_from_plain_json(tmp_path: Path, loss: float) -> None:
+    path = write_log(tmp_path / "run.jsonl", StepRecord(step=1, seconds=1.0, loss=loss))
+    assert str(read_run_log(path).steps[0].loss) == str(loss)
     json.loads(path.read_text().splitlines()[1], parse_constant=pytest.fail)
 
 
