@@ -475,7 +475,10 @@ def _one_layer(seen: Diagnosis, memory: MemoryEvent) -> Iterator[Cause]:
 
     whole = ", including recomputed activations" if again else ""
     what = f"{seen.where(seen.peak)} needs {readable_size(seen.peak.of('running'))} at once{whole}"
-    change = "use micro-batches of half the size, or, for one long sequence, run the MLP in chunks"
+    change = (
+        "for one long sequence, use FlashAttention (or SDPA without dropout), or run the MLP in chunks of "
+        "tokens. For several sequences, use micro-batches of half the size"
+    )
     yield "one layer", freed, what, change
 
 
