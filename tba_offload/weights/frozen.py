@@ -44,6 +44,7 @@ _ONLY = (
     "Offloading supports torch.nn.Parameter, the parameter classes of bitsandbytes, and tensor classes with "
     "__tensor_flatten__. Each weight must be on the device of the model's first parameter"
 )
+_FSDP2 = ". To offload frozen weights with FSDP2, pass them to fully_shard as ignored_params"
 _NONE = (
     "no frozen weight is offloaded. A weight must be frozen before attach(), have at least min_tensor_bytes, "
     "and be used by only one layer. A small percentage in weights.frozen may select no weight"
@@ -180,12 +181,11 @@ class FrozenWeights:
             with torch_private.without_subclasses():
                 weight.write()
             self.nbytes += weight.nbytes
-        if others:
-            if not selected:
-                raise UnsupportedError(f"no frozen weight can be offloaded: {others}. {_ONLY}")
-            tell(f"some frozen weights stay in memory: {others}. {_ONLY}")
-        elif not self.nbytes:
-            tell(_NONE)
+        others += f". {_ONLY}{_FSDP2 if 'DTensor' in others else ''}" if others else ""
+        if others and not selected:
+            raise UnsupportedError(f"no frozen weight can be offloaded: {others}")
+        if others or not self.nbytes:
+            tell(f"some frozen weights stay in memory: {others}" if others else _NONE)
 
     def _watch(self, layer: nn.Module, number: int) -> Iterator[RemovableHandle]:
         """Add hooks to a layer, and to modules inside the layer.
@@ -316,9 +316,8 @@ class FrozenWeights:
             self._in_memory |= {number, then}
             for weight in self._weights[number]:
                 weight.begin_read(run)
-            if then != number:
-                for weight in self._weights[then]:
-                    weight.begin_read(None if run is None else self._runs.get(then))
+            for weight in self._weights[then] if then != number else ():
+                weight.begin_read(None if run is None else self._runs.get(then))
             for weight in self._weights[number]:
                 weight.open(run)
 

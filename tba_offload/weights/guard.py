@@ -8,16 +8,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from tba_offload import torch_private
 from tba_offload.errors import SessionError
 from tba_offload.states.away import METADATA
-from tba_offload.torch_private import (
-    call_for_unreadable,
-    not_traced,
-    tree_leaves,
-    tree_map,
-    without_dispatch,
-    without_subclasses,
-)
 
 _TENSOR: Any = torch.Tensor  # its descriptors are missing in the type stubs
 _OF_ITSELF = {_TENSOR.data.__set__, _TENSOR.set_, _TENSOR.resize_, _TENSOR.resize_as_}
@@ -46,7 +39,7 @@ class Guard:
         """
         if func not in METADATA:
             return _use(func, *args, **kwargs or {})
-        with without_subclasses(), without_dispatch():
+        with torch_private.without_subclasses(), torch_private.without_dispatch():
             return func(*args, **kwargs or {})
 
     def _refuse(self, *_: object) -> NoReturn:
@@ -60,7 +53,7 @@ class Guard:
 
 def _use(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a function of frozen weights that needs their bytes."""
-    found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Guard)]
+    found = [each for each in torch_private.tree_leaves((args, kwargs)) if isinstance(each, Guard)]
     if not found:
         raise SessionError(_NO_WEIGHT)
     weights = list(dict.fromkeys(each.tba_offload_weight for each in found))
@@ -76,8 +69,8 @@ def _use(func: Any, *args: Any, **kwargs: Any) -> Any:
         return views[0].guard(result) if views else result
 
 
-not_traced(Guard.__torch_function__.__func__, nor_what_it_calls=True)  # type: ignore[attr-defined]
-call_for_unreadable(_use)  # for functions that ignore the class, such as torch.tensor() and TorchScript
+torch_private.not_traced(Guard.__torch_function__.__func__, nor_what_it_calls=True)  # type: ignore[attr-defined]
+torch_private.call_for_unreadable(_use)  # for functions that ignore classes, such as torch.tensor()
 
 
 @functools.cache
@@ -86,14 +79,30 @@ def guarded(kind: type[torch.Tensor]) -> type[torch.Tensor]:
 
     The subclass has the name of ``kind``, because libraries compare the names of classes.
     """
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    names: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    if kind not in _PLAIN and not hasattr(kind, "__tensor_flatten__"):
+        names["to"] = _to
     metaclass: Any = type(kind)
     return metaclass(kind.__name__, (Guard, kind), names)  # type: ignore[no-any-return]
+
+
+def _to(weight: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the weight itself if ``to`` would change nothing.
+
+    The method ``to`` of bitsandbytes also moves the scales, and creates a new parameter from the bytes.
+
+    Raises:
+        SessionError: ``to`` would change the data type or the device.
+    """
+    like = torch.empty((), dtype=weight.dtype, device=weight.device)
+    if (made := like.to(*args, **kwargs)) is not like:
+        weight.tba_offload_weight.check(_TENSOR.data.__set__, (weight, made.expand(weight.shape)), {})
+    return weight
 
 
 def _with_aliases(func: Any, args: Any, kwargs: Any, found: list[Any]) -> Any:
     """Run a function with aliases of weights, because autograd and hooks may keep the arguments."""
     aliases = {id(each): each.detach() for each in found if type(each) in _PLAIN}
-    args, kwargs = tree_map(lambda value: aliases.get(id(value), value), (args, kwargs))
+    args, kwargs = torch_private.tree_map(lambda value: aliases.get(id(value), value), (args, kwargs))
     result = func(*args, **kwargs)
     return next((each for each in found if aliases.get(id(each), aliases) is result), result)

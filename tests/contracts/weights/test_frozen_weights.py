@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from torch import Tensor
-
 LAYERS, WIDTH = 5, 48
 WEIGHTS = 2 * WIDTH * WIDTH * 4
 """Bytes of the frozen weights of one layer."""

@@ -185,6 +185,8 @@ def dequantized(training: Training) -> Any:
             from bitsandbytes.functional import dequantize_4bit
 
             found += [dequantize_4bit(weight.data, state), dequantize_4bit(weight, state)]
+            module = nn.ParameterDict({"weight": weight})
+            found.append(peft.utils.integrations.dequantize_module_weight(module))
     return found
 
 
@@ -269,17 +271,18 @@ def averaged(training: Training) -> Any:
 
 
 def kept_in_place(training: Training) -> None:
-    training.model.to("cpu").float()
+    training.model.to("cpu").to(training.model.dtype).cpu()
 
 
 RIGHT: tuple[Use, ...] = (
     *(as_values, as_arrays, as_text, as_metadata, as_parts, as_a_state_dict, as_an_average_of_state_dicts),
     *(as_files, as_a_penalty, as_a_penalty_on_products, within_hooks, within_another_thread, written),
     *(written_by_an_alias, initialized, loaded, merged, merged_safely, disabled, updated, averaged),
-    *(kept_in_place,),
+    kept_in_place,
 )
 QUANTIZED: tuple[Use, ...] = (
     *(as_metadata, as_parts, as_text, as_a_state_dict, within_hooks, dequantized, merged, disabled, updated),
+    kept_in_place,
 )
 WITHOUT_SUMS = ("torchao int8", "torchao int4")
 
@@ -304,7 +307,7 @@ def test_a_use_has_the_right_values(use: Use, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("use", "base"), in_turn(QUANTIZED, ["nf4, double", "int8", "torchao int8", "bf16"]))
 def test_a_use_of_a_quantized_base_has_the_right_values(use: Use, base: str, tmp_path: Path) -> None:
-    if not (use is within_hooks and base in WITHOUT_SUMS):
+    if not (use in (within_hooks, kept_in_place) and base in WITHOUT_SUMS):
         check(use, base, tmp_path)
 
 
@@ -493,6 +496,8 @@ REFUSED: dict[str, Callable[[nn.Module], object]] = {
     "was set to torch.float32 of (2, 2)": lambda layer: setattr(
         layer.self_attn.q_proj.base_layer.weight, "data", torch.zeros(2, 2)
     ),
+    "was set to torch.uint8 of (2048, 1) on meta": lambda layer: layer.to("meta"),
+    "cannot be converted": lambda layer: layer.to("cpu"),
     "cannot be trained": lambda layer: layer.self_attn.q_proj.base_layer.requires_grad_(),
     "cannot be copied": lambda layer: copy.deepcopy(layer.self_attn.q_proj.base_layer.weight),
 }
@@ -501,16 +506,15 @@ REFUSED: dict[str, Callable[[nn.Module], object]] = {
 @pytest.mark.parametrize("said", REFUSED)
 def test_a_change_that_a_weight_in_the_store_cannot_follow_is_named(said: str, tmp_path: Path) -> None:
     """And no value is lost."""
-    training = Training(make("Llama"))
+    base = {"was set to torch.uint8": "nf4", "cannot be converted": "torchao int8"}.get(said[:22], "fp32")
+    training, other = (Training(make("Llama", base)) for _ in range(2))
     with offloaded(training.model, tmp_path):
         training.step(0)
         message = rf"layers\.1\.self_attn\.q_proj\.base_layer\.weight .*{re.escape(said)}(?s:.*)[Cc]lose"
         with pytest.raises(SessionError, match=message):
             REFUSED[said](layers_of(training.model)[1])
         training.evaluate()
-    assert_same_tensors(
-        *([part for _, part in frozen_parts(each)] for each in (training.model, make("Llama")))
-    )
+    assert_same_tensors(*([part for _, part in frozen_parts(each.model)] for each in (training, other)))
 
 
 # How it is told, and what it takes
