@@ -36,6 +36,5 @@ def experts_for(func: Any, args: Any, kwargs: Any, every: Sequence[int]) -> Coll
         found = {index % len(every)} if type(index) is int else numbers_in(index, len(every))
         return every if found is None else found
     if "grouped_mm" in str(func) and isinstance(ends := kwargs.get("offs"), torch.Tensor):
-        rows = pairwise([0, *ends.tolist()])
-        return [number for number, (start, end) in enumerate(rows) if start < end]
+        return [number for number, (start, end) in enumerate(pairwise([0, *ends.tolist()])) if start < end]
     return every

@@ -109,7 +109,6 @@ class FrozenWeights:
 
     def _close_store(self) -> None:
         if all(weight.is_back for weight in self._all):
-            self.resident_bytes = 0  # none of them is offloaded now
             self._homes.store.close()
             # In a cycle, the model would stay alive. Graphs that outlive this object still ask for layers.
             self._all, self._weights = [], [[] for _ in self._weights]
@@ -118,8 +117,7 @@ class FrozenWeights:
 
     def begin_step(self) -> None:
         """Begin to count the reads of a step, including weights that are already in memory."""
-        with self._loans.lock, torch_private.without_subclasses():
-            self._loans.reclaim()
+        self._loans.reclaim()
         self._homes.take()
         self._homes.read_bytes = self.resident_bytes
 
@@ -157,7 +155,6 @@ class FrozenWeights:
                 if number >= offloaded and not weight.is_back and weight not in self._loans.lent:
                     weight.come_back()
                     self._weights[weight.layer].remove(weight)
-                    self._grow(-weight.nbytes)
                 elif number < offloaded and weight.is_back and weight.parts:
                     weight.write()
                     self._weights[weight.layer].append(weight)
@@ -332,8 +329,7 @@ class FrozenWeights:
             self._loans.reclaim()
 
     def _is_in_use(self, number: int) -> bool:
-        in_backward = (each.layer for each in self._passes.values())
-        return number in in_backward or any(number == layer for _, layer in self._in_forward)
+        return number in {each.layer for each in self._passes.values()} | {key[1] for key in self._in_forward}
 
     def _next(self, number: int, *, by: int = 1) -> int:
         """Return the index of the next layer with offloaded weights; ``number`` if there is no such layer."""
@@ -348,16 +344,14 @@ class FrozenWeights:
         for key in takewhile(lambda key: key.startswith(prefix), list(reversed(state))):
             if key.startswith((*names, f"{prefix}SCB")):
                 state[key] = state[key].detach().clone().cpu()
-        with self._loans.lock, torch_private.without_subclasses():
-            self._loans.reclaim()
+        self._loans.reclaim()
 
 
 class _Pass:
     """A backward pass. Autograd holds this object until the pass ends or fails, and calls it at the end."""
 
     def __init__(self, weights: FrozenWeights) -> None:
-        self.layer = -1
-        self._weights = weights
+        self.layer, self._weights = -1, weights
 
     def __call__(self) -> None:
         self.layer = -1

@@ -34,7 +34,7 @@ class Guard:
         """Run a function, with the weights in memory if the function needs their bytes.
 
         Raises:
-            SessionError: The function would train or convert the weight.
+            SessionError: The function would convert the weight.
             TransferError: The weight cannot be read, or its new values cannot be written.
         """
         if func not in METADATA:
@@ -60,7 +60,8 @@ def _use(func: Any, *args: Any, **kwargs: Any) -> Any:
     for weight in weights:
         weight.check(func, args, kwargs)
     if func in TRAIN:
-        return args[0]  # check() allows only requires_grad=False, which a frozen weight has
+        with torch_private.without_subclasses():
+            return func(*args, **kwargs)
     with ExitStack() as stack:
         views = [weight for weight in weights if stack.enter_context(weight.in_use(func, args, kwargs))]
         if func is _TENSOR.data_ptr:  # the memory must stay while the program uses the address

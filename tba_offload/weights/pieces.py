@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,8 +55,6 @@ class Part:
         self.lent: torch.UntypedStorage | None = None
         self._homes = [Home(homes, found.name, "frozen weights") for _ in self.slices]
         self._device, self._count, self._name = homes.device, count, found.name
-        # Memory from a file or from another library may not be resizable, so allocate new memory.
-        self._storage = new_storage(self.nbytes, tensors[0].device)
         self._stream: Any = None  # the stream on which the memory was allocated
         self._resident = set(self.slices)
         self._reads: dict[int, list[Transfer]] = {}
@@ -68,6 +67,8 @@ class Part:
         Raises:
             TransferError: The bytes cannot be written, and stay in memory.
         """
+        # Memory from a file or from another library may not be resizable, so allocate new memory.
+        self._storage = new_storage(self.nbytes, self.tensors[0].device)
         _bytes_of(self._storage).copy_(_bytes_of(self.tensors[0].untyped_storage()))
         # The program may have set data of another layout while the weight was in memory.
         self._in_layer = [_over(self._storage, each) for each in self.tensors]
@@ -99,8 +100,8 @@ class Part:
         self._settle_reads(wanted)
         if self.lent is None:
             self._point_to(self._in_layer)
-        stream = self._device.stream()
-        if stream != self._stream:  # the bytes were read ahead on the stream of the previous layer
+        # The bytes may have been read ahead on the stream of the previous layer.
+        if (stream := self._device.stream()) != self._stream:
             self._device.use(_bytes_of(self._storage), stream)
 
     def leave(self) -> None:
@@ -112,26 +113,26 @@ class Part:
         if self._resident and self.lent is None and self._versions() != self._version:
             self.read(self.slices)
             self._write()
-        try:
+        with suppress(TransferError):  # the layer raises the error when it runs
             self._settle_reads(self.slices)
-        except TransferError:  # the layer raises the error when it runs
-            return
-        self._free()
+            self._free()
 
     def come_back(self) -> None:
         """Bring the bytes back at the end of offloading.
 
         If the program has set other values, keep the new values.
 
-        The extents are not released, because an interrupted transfer may still use them. The caller closes
-        the store next.
+        From now on, the bytes are not counted. The extents are not released, because an interrupted transfer
+        may still use them.
 
         Raises:
             TransferError: The bytes cannot be read.
         """
-        if not self.is_back and self.lent is None:
-            self.read(self.slices)
-        self.is_back = True
+        if not self.is_back:
+            if self.lent is None:
+                self.read(self.slices)
+            self.is_back = True
+            self._count(-self._storage.nbytes() - (self.nbytes if self.lent is not None else 0))
 
     # ---- for others ------------------------------------------------------------------------------
 
@@ -189,6 +190,12 @@ class Part:
         if not (self._resident or self._reads):
             self._resize(0)
 
+    @property
+    def stays(self) -> str:
+        """The reason why the bytes cannot be freed or written; '' if there is no reason."""
+        # An array of NumPy forbids a resize.
+        return self.unlike(self.tensors[0]) if self._storage.resizable() else "shares memory with other code"
+
     def unlike(self, data: torch.Tensor) -> str:
         """Return an error text if shape, data type or device of ``data`` differ from the weight, else ''."""
         kind, found = map(_kind_of, (self._in_layer[0], data))
@@ -242,8 +249,7 @@ class Part:
         self._resize(0)
 
     def _resize(self, nbytes: int) -> None:
-        grown = nbytes - self._storage.nbytes()
-        if grown:
+        if grown := nbytes - self._storage.nbytes():
             resize(self._storage, nbytes, f"the memory of the frozen weight {self._name} {_FREED}")
             self._stream = self._device.stream()
             self._count(grown)

@@ -51,8 +51,9 @@ class Loans:
 
     def reclaim(self) -> None:
         """Write changed values of weights that no tensor uses any more, then free the memory."""
-        for weight in list(self.lent):
-            weight.reclaim()
+        with self.lock, without_subclasses():
+            for weight in list(self.lent):
+                weight.reclaim()
 
 
 class FrozenWeight:
@@ -84,12 +85,11 @@ class FrozenWeight:
         self.parts = [Part(group, found, homes, count) for group in found.groups]
         self.nbytes = sum(part.nbytes for part in self.parts)
         self.used: set[int] = set()
-        self.is_open = False
+        self.is_open, self._readers = False, 0
         self._ran: deque[bool] = deque(maxlen=_PASSES)
         self._tensors = [(tensor, type(tensor)) for tensor in found.tensors]
         # swap_tensors() would move the guard to another tensor, but refuses tensors with weak references.
         self._pins = list(map(weakref.ref, found.tensors))
-        self._readers = 0
         self._views: list[Any] = []
 
     def __deepcopy__(self, _: object) -> FrozenWeight:
@@ -252,8 +252,8 @@ class FrozenWeight:
     def reclaim(self) -> None:
         """Free the separate memory for uses outside of the layer, unless other tensors still use this memory.
 
-        If ``parameter.data`` was set to a tensor of another shape, data type or device, the weight stays in
-        memory.
+        The weight stays in memory if ``parameter.data`` was set to a tensor of another shape, data type or
+        device, or if NumPy uses the memory of the layer.
 
         Raises:
             TransferError: The new values cannot be written.
@@ -265,24 +265,35 @@ class FrozenWeight:
             for part in self.parts:
                 part.watch()
             return
-        if said := "".join(part.unlike(part.tensors[0]) for part in self.parts if part.lent):
-            self.come_back()
-            self.parts, self._tensors = [], []
-            self.loans.tell(f"the frozen weight {self.name} stays in memory from now on: it {said}")
+        if said := "".join({part.stays for part in self.parts}):
+            self._stay(said)
         for part in self.parts:
             part.reclaim()
         self.loans.lent.discard(self)
 
-    def check(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Check that a function can run on the weight while the weight is offloaded.
+    def _stay(self, said: str) -> None:
+        """Bring the bytes back, and keep them in memory until the session ends.
 
         Raises:
-            SessionError: The function would train the weight, or replace its data by a tensor of another
-                shape, data type or device.
+            TransferError: The bytes cannot be read.
+        """
+        self.come_back()
+        self.parts, self._tensors = [], []
+        self.loans.tell(f"the frozen weight {self.name} stays in memory from now on: it {said}")
+
+    def check(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Check that a function can run on the weight. If the function trains the weight, end its offloading.
+
+        Raises:
+            SessionError: The function would replace the data of the weight by a tensor of another shape, data
+                type or device.
+            TransferError: The weight cannot be read.
         """
         said = ""
         if func in TRAIN and (args[1] if len(args) > 1 else kwargs.get("requires_grad", True)):
-            said = "cannot be trained while its values are in the store"
+            with self.loans.lock, without_subclasses():
+                self.reclaim()
+                self._stay("is trained")
         elif is_transformed():
             said = "cannot be used in a transform of torch.func while its values are in the store"
         elif func == _SET_DATA or func is factories._has_compatible_shallow_copy_type:  # nn.Module.to() asks

@@ -367,14 +367,12 @@ def by_an_array(weight: Tensor) -> None:
     array *= 1.25
 
 
-def within_a_hook(training: Training) -> None:
-    def change(*_: object) -> None:
-        with torch.no_grad():
-            one_of(training).mul_(1.25)
-
-    handle = layers_of(training.model)[1].register_forward_hook(change)
-    training.evaluate()
-    handle.remove()
+def within_a_hook(training: Training, change: Callable[[Tensor], object]) -> None:
+    layer = layers_of(training.model)[1]
+    for module in (layer.self_attn.q_proj.base_layer, layer):
+        handle = module.register_forward_hook(lambda *_: training.note(change(one_of(training))))
+        training.evaluate()
+        handle.remove()
 
 
 def loaded_by_assignment(training: Training) -> None:
@@ -424,7 +422,9 @@ OF_ALL: dict[str, Use] = {
     "averaged": lambda training: list(AveragedModel(training.model).parameters()),
     "pickled": lambda training: list(pickle.loads(pickle.dumps(training.model)).parameters()),
     "behind a step": behind_a_step,
-    "within a hook": within_a_hook,
+    "within a hook": lambda training: within_a_hook(training, torch.no_grad()(lambda w: w.mul_(1.25))),
+    "by an array within a hook": lambda training: within_a_hook(training, by_an_array),
+    "trained": lambda training: (one_of(training).requires_grad_(), training.step(2))[1],
 }
 MAY_BE_REFUSED: dict[str, Use] = {
     **{name: lambda training, use=use: use(one_of(training)) for name, use in OF_ONE.items()},
@@ -466,6 +466,7 @@ def test_a_use_has_the_right_values_or_an_error_that_names_the_weight(
     if error is None:
         plain.note(use(plain))
     else:
+        assert name not in {"trained", "by an array within a hook"}
         assert_named(error)
     plain.finish()
     assert_same_tensors(found.results(), plain.results())
@@ -498,7 +499,6 @@ REFUSED: dict[str, Callable[[nn.Module], object]] = {
     ),
     "was set to torch.uint8 of (2048, 1) on meta": lambda layer: layer.to("meta"),
     "cannot be converted": lambda layer: layer.to("cpu"),
-    "cannot be trained": lambda layer: layer.self_attn.q_proj.base_layer.requires_grad_(),
     "cannot be copied": lambda layer: copy.deepcopy(layer.self_attn.q_proj.base_layer.weight),
 }
 
