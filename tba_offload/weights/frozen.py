@@ -199,8 +199,7 @@ class FrozenWeights:
                 yield module.register_forward_pre_hook(begin, prepend=True)
                 yield module.register_forward_hook(end, always_call=True)
             if has_weights:
-                save = _Hook(self._save, own)
-                yield module.register_state_dict_post_hook(save)  # type: ignore[no-untyped-call]
+                yield module.register_state_dict_post_hook(_Hook(self._save, own))  # type: ignore[no-untyped-call]
             if asked := [weight for weight in weights if weight.expert is module]:
                 ask = _Hook(self._ask, number, asked)
                 yield module.register_forward_pre_hook(ask, prepend=True, with_kwargs=True)
@@ -249,8 +248,7 @@ class FrozenWeights:
 
     def _end(self, number: int, is_part: bool, module: nn.Module, _: object, output: object) -> None:  # noqa: FBT001
         """Free the weights of a layer after its forward."""
-        returns = self._watch_output(number, output)
-        run = threading.get_ident(), number
+        returns, run = self._watch_output(number, output), (threading.get_ident(), number)
         with self._loans.lock:
             # A recomputed layer is not found here. Its backward comes next.
             if self._in_forward.get(run) is not module:
@@ -358,12 +356,16 @@ class _Pass:
         self._weights.keep_only(set())
 
 
-class _Hook(partial[object]):
+class _Hook:
     """A module hook that cannot be copied, because a copy of the model must not use the same weights."""
+
+    def __init__(self, call: Callable[..., object], *given: object) -> None:
+        # The class is no subclass of partial, because the compiler does not run ``__call__`` of such a class.
+        self.call = partial(call, *given)
 
     def __call__(self, *given: Any) -> Any:
         if not torch.compiler.is_compiling():  # compiled code runs within the hooks of its layer
-            super().__call__(*given)
+            self.call(*given)
 
     def __reduce_ex__(self, _: object) -> Any:
         raise SessionError(f"a model cannot be copied or pickled {_WITH}")
@@ -372,4 +374,4 @@ class _Hook(partial[object]):
 class _LayerHook(_Hook):
     @torch_private.untraced
     def __call__(self, *given: Any) -> Any:
-        partial.__call__(self, *given)
+        self.call(*given)

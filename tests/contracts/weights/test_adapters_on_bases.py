@@ -236,8 +236,9 @@ def with_autocast(training: Training) -> None:
 
 
 def compiled(training: Training) -> None:
+    torch.compiler.reset()
     for layer in layers_of(training.model):
-        layer.compile(backend="eager")
+        layer.compile(backend="aot_eager")
     training.step(0)
     for layer in layers_of(training.model):
         layer._compiled_call_impl = None
