@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from bisect import bisect_left, insort
+from bisect import insort
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -78,9 +78,7 @@ def run_on_console(
     with dry_model(bandwidth=bandwidth, **model) as dry:
         names = dry.names
         dry.run(Plan((Placement.OFFLOAD,) * len(names)))
-        profile: Any = dry.profile
-        saved = sum(profile.kind_of(layer).nbytes for layer in range(len(names)))
-        limits = Limits(window=OffloadConfig().budget.window(saved, profile.largest_bytes))
+        limits = Limits(window=dry.window)
         placed = {way: Plan((Placement(way),) * len(names), window=limits.window) for way in WAYS}
         steps = {way: dry.step(plan) for way, plan in placed.items()}
         window = readable_size(limits.window or 0)
@@ -89,20 +87,17 @@ def run_on_console(
         resident = max(map(sum, pairwise([*frozen, 0])), default=0)
         notes, share = [f"{len(names)} layers. Drives: {bandwidth}. In-flight window: {window}."], None
         if device_bytes is not None:
-            gradients = profile.gradient_bytes
+            gradients = dry.profile.gradient_bytes
             base = dry.model.get_memory_footprint() + sum(frozen) - sum(dry.frozen_bytes()) + 2 * gradients
             share = DeviceShare(int(FITTING * device_bytes), base, gradients)
-            if share.left <= 0:
-                notes += (
-                    ["The frozen weights do not fit into the memory of the device, so they are offloaded."]
-                    if frozen
-                    else []
-                )
+            if share.left <= 0 and frozen:
+                notes += [
+                    "The frozen weights do not fit into the memory of the device, so they are offloaded."
+                ]
                 share = replace(share, base_bytes=base - sum(frozen) + resident)
             if share.left <= 0:
                 raise ConfigError(f"no memory is left for activations: {share}. Choose a larger device")
-            auto = (Placement.AUTO,) * len(names)
-            case = Case(dry.profile, bandwidth, limits.on_device(share), auto)
+            case = Case(dry.profile, bandwidth, limits.on_device(share), (Placement.AUTO,) * len(names))
             # The profile has only activations. Each step shows the memory beside activations.
             beside = (steps[way].activation_peak - case.played(placed[way]).activation_peak for way in WAYS)
             placed["fit"] = solve(replace(case, profile=replace(dry.profile, headroom=max(beside))))
@@ -121,8 +116,7 @@ def run_on_console(
                 f"Each step reads {reads} of frozen weights. To avoid waits, the drives must read {rate}.",
             ]
         lengths = [length for length in LENGTHS if length <= _longest(dry.model.config)]
-        place = bisect_left(lengths, 1, key=partial(dry.is_carried, bandwidth=bandwidth))
-        carried = lengths[place] if place < len(lengths) else None
+        carried = dry.carried_from(lengths, bandwidth)
     for way, step in steps.items():
         # Backward finds some bytes in memory before these are written. Their number depends on the speed of
         # the drives, so all bytes count that a step sends.
@@ -151,7 +145,7 @@ def run_on_console(
         click.echo(json.dumps(found, indent=2))
     else:
         shortest = f"{carried:,} tokens" if carried else f"more than {max(lengths, default=0):,} tokens"
-        answer = f"Shortest sequence for which these drives do not delay recompute-offload: {shortest}."
+        answer = f"From this sequence length on, these drives do not delay recompute-offload: {shortest}."
         text.show(*notes, plans.placements_table(rows), answer)
 
 
@@ -180,9 +174,8 @@ def dry_model(*, flops: float, bandwidth: Bandwidth, **model: Any) -> Iterator[D
     except TbaError:
         raise
     except Exception as error:  # the code of the model may raise any error on tensors without data
-        instead = "Instead, train three steps with 'keep' and a run log, and run tba-offload plan"
-        why = f"the model cannot run on tensors without data: {error!r}. {instead}"
-        raise UnsupportedError(why) from error
+        then = "Instead, train three steps with 'keep' and a run log, and run tba-offload plan"
+        raise UnsupportedError(f"the model cannot run on tensors without data: {error!r}. {then}") from error
     finally:
         unwrap_classes()
         blank.cache_clear()
@@ -250,8 +243,7 @@ def _add_lora(model: Any, rank: int) -> None:
     for layer in find_layers(model).layers:
         for linear in [each for each in layer.module.modules() if isinstance(each, torch.nn.Linear)]:
             sizes = (linear.in_features, rank), (rank, linear.out_features)
-            dtype = linear.weight.dtype
-            some = (torch.nn.Linear(*each, bias=False, dtype=dtype) for each in sizes)
+            some = (torch.nn.Linear(*each, bias=False, dtype=linear.weight.dtype) for each in sizes)
             linear.lora = torch.nn.Sequential(*some)
             linear.register_forward_hook(lambda module, given, output: output + module.lora(*given))
 
@@ -415,29 +407,40 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [int(sum(wide * each.numel() for each in some)) for some in frozen] if any(frozen) else []
 
     @property
+    def window(self) -> int:
+        """Default size of the in-flight window in bytes, for the tensors of the profile."""
+        saved = sum(self.profile.kind_of(layer).nbytes for layer in range(len(self.names)))
+        return OffloadConfig().budget.window(saved, self.profile.largest_bytes) or 0
+
+    @property
     def forward_seconds(self) -> float:
         """Total compute time of forward in all layers, in seconds."""
         layers = [slot.layer for slot in self.profile.slots if not slot.backward]
         return float(sum(self.profile.timing(layer, Placement.KEEP).forward for layer in layers))
 
-    def is_carried(self, length: int, bandwidth: Bandwidth) -> bool:
-        """Return True if ``recompute-offload`` does not wait for drives at the sequence length ``length``.
+    def carried_from(self, lengths: Sequence[int], bandwidth: Bandwidth) -> int | None:
+        """Return the sequence length from which on ``recompute-offload`` does not wait for drives.
 
         The drives must write the inputs of all layers in the time of forward, and read the inputs in the time
-        of backward.
+        of backward. Inputs that fit into host memory or into the in-flight window are not written to drives.
 
         Args:
-            length: Number of tokens in a sequence.
+            lengths: Numbers of tokens in a sequence, in ascending order.
             bandwidth: Rates of the drives.
         """
-        tokens = self._inputs["input_ids"]
-        self._inputs |= dict.fromkeys(("input_ids", "labels"), tokens.new_zeros(len(tokens), length))
-        self.profile = None
-        self.run(Plan((Placement.OFFLOAD,) * len(self.names)))
-        layers = range(len(self.names))
-        inputs = sum(self.profile.kind_of(layer).input_bytes for layer in layers)
-        backward = sum(self.profile.timing(layer, Placement.RECOMPUTE).backward for layer in layers)
-        return bool(inputs <= min(bandwidth.write * self.forward_seconds, bandwidth.read * backward))
+        tokens, layers, carried = self._inputs["input_ids"], range(len(self.names)), None
+        for length in reversed(lengths):
+            self._inputs |= dict.fromkeys(("input_ids", "labels"), tokens.new_zeros(len(tokens), length))
+            self.profile = None
+            self.run(Plan((Placement.OFFLOAD,) * len(layers)))
+            beyond = sum(self.profile.kind_of(layer).input_bytes for layer in layers) - self.window
+            beyond -= (bandwidth.host and bandwidth.host.capacity) or 0
+            backward = sum(self.profile.timing(layer, Placement.RECOMPUTE).backward for layer in layers)
+            if not 0 < beyond <= min(bandwidth.write * self.forward_seconds, bandwidth.read * backward):
+                # If this sequence needs no drives, then shorter sequences need no drives.
+                return carried if beyond > 0 else lengths[0]
+            carried = length
+        return carried
 
     def step(self, plan: Plan) -> Prediction:
         """Return the predicted figures of the second step under a plan. The first step does not prefetch."""

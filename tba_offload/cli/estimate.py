@@ -50,8 +50,8 @@ def estimate(*, host_capacity: int | None, **options: Any) -> None:
 
     For each placement, the output has the activation peak, the step time and the largest number of bytes
     that a step writes. With --rated, the output also has the life of the drives in years. The column 'Drives
-    need' has the write rate at which drives do not delay the forward pass. The last line names the shortest
-    sequence length at which 'recompute-offload' does not wait for drives.
+    need' has the write rate at which drives do not delay the forward pass. The last line names the
+    sequence length from which on 'recompute-offload' does not wait for drives.
 
     The model is a language model of the package transformers, with one stack of layers. For a Llama model,
     pass --layers, --hidden, --heads and --vocab instead of --config. --flops is the number of FLOPs per

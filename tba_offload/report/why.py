@@ -475,11 +475,8 @@ def _one_layer(seen: Diagnosis, memory: MemoryEvent) -> Iterator[Cause]:
 
     whole = ", including recomputed activations" if again else ""
     what = f"{seen.where(seen.peak)} needs {readable_size(seen.peak.of('running'))} at once{whole}"
-    change = (
-        "for one long sequence, use FlashAttention (or SDPA without dropout), or run the MLP in chunks of "
-        "tokens. For several sequences, use micro-batches of half the size"
-    )
-    yield "one layer", freed, what, change
+    change = "for one long sequence, use FlashAttention (or SDPA without dropout), or run the MLP in chunks"
+    yield "one layer", freed, what, f"{change} of tokens. Otherwise, use micro-batches of half the size"
 
 
 _RULES = (

@@ -89,23 +89,22 @@ def test_without_a_file_it_takes_the_sizes_of_a_llama() -> None:
     found = estimate(*sizes, "--device-bytes", "60MiB", "--rated", "600TB")
     assert found["layers"] == [f"model.layers.{layer}" for layer in range(4)]
     keep, offload, *_, fit = found["placements"]
-    assert (keep["written_bytes"], keep["drives_need"], keep["times_keep"], fit["placement"]) == (
-        0,
-        None,
-        1,
-        "fit",
-    )
+    assert (keep["written_bytes"], keep["drives_need"], keep["times_keep"]) == (0, None, 1)
+    assert fit["placement"] == "fit"
     assert offload["years"] == pytest.approx(600e12 / offload["written_bytes_per_day"] / 365)
     assert offload["activation_peak_bytes"] < keep["activation_peak_bytes"]
     assert fit["fits"]
-    found = estimate(*sizes[:-1], 2048)
-    assert found["carried_from"] == 128
-    needed = found["placements"][-1]["drives_need"]
-    slow = "--flops", "20G", "--write", f"{needed * 1.01:.0f}B/s"
-    answer = "for which these drives do not delay recompute-offload: 2,048 tokens."
-    assert answer in call("estimate", *sizes, *slow).stdout
-    found = estimate(*sizes, *slow, "--read", f"{needed / 5:.0f}B/s")  # backward takes three times as long
-    assert found["carried_from"] > 2048
+    long = "--layers", 4, "--hidden", 2048, "--heads", 16, "--vocab", 256, "--sequence", 65536
+    found = estimate(*long)
+    inputs, needed = (found["placements"][-1][name] for name in ("written_bytes", "drives_need"))
+    beyond = inputs - found["in_flight_bytes"]
+    needed *= beyond / inputs
+    slow = *long, "--flops", "20G", "--write", f"{needed * 1.01:.0f}B/s"
+    answer = "these drives do not delay recompute-offload: 65,536 tokens."
+    assert answer in call("estimate", *slow).stdout
+    # Backward takes three times as long.
+    assert estimate(*slow, "--read", f"{needed / 5:.0f}B/s")["carried_from"] > 65536
+    assert estimate(*slow, "--host-capacity", f"{20 * beyond}B")["carried_from"] == 128
     _, spared, *_ = estimate(*sizes, "--host-capacity", "256KiB")["placements"]
     assert spared["written_bytes"] == pytest.approx(offload["written_bytes"] - 2**18, rel=0.02)
     shown = call("estimate", *sizes, "--flops", "20G", "--write", "1GB/s", "--read", "2GB/s").stdout
