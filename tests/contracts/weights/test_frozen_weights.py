@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import bases
 import pytest
 import torch
 from covering import of_which
@@ -13,7 +15,8 @@ from exact_memory import counted_bytes, exact_memory
 from faults import inject
 from harness import KIB, PLACEMENTS
 from models import assert_same_tensors, same_bits
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import tba_offload as tba
@@ -88,10 +91,7 @@ def trained(model: Model, *, steps: int = 3) -> list[Tensor]:
     return losses + [p.detach().clone() for p in model.parameters() if p.requires_grad]
 
 
-def policy(directory: Path, **settings: Any) -> dict[str, Any]:
-    store = {"kind": "file", "directories": [str(directory)]}
-    made = {"default": "keep", "min_tensor_bytes": "2KiB", "weights": {"frozen": "offload"}, "store": store}
-    return made | settings
+policy = partial(bases.policy, min_tensor_bytes="2KiB")
 
 
 @contextmanager
@@ -349,6 +349,14 @@ def test_weights_of_other_classes_stay_and_are_named(
         assert weights.nbytes == LAYERS * WEIGHTS // 2
         assert_same_tensors(trained(model), expected)
     assert f"stay in memory: {LAYERS} of the class test_frozen_weights.Quantized (45KiB)" in caplog.text
+
+
+def test_weights_that_fsdp2_shards_are_named(tmp_path: Path) -> None:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    model = fully_shard(Model(), mesh=distributed.init_device_mesh("cpu", (1,)))
+    with pytest.raises(tba.UnsupportedError, match=r"DTensor .* with FSDP2, pass them .* ignored_params"):
+        tba.attach(model, policy(tmp_path))
+    distributed.destroy_process_group()
 
 
 # ``frozen: auto``: weights stay in memory where the limit of the device leaves room

@@ -287,10 +287,6 @@ QUANTIZED: tuple[Use, ...] = (
 WITHOUT_SUMS = ("torchao int8", "torchao int4")
 
 
-def name_of(use: object) -> str | None:
-    return getattr(use, "__name__", None)
-
-
 def check(use: Use, base: str, directory: Path) -> None:
     def program(training: Training) -> None:
         training.step(0)
@@ -300,7 +296,7 @@ def check(use: Use, base: str, directory: Path) -> None:
     compare(lambda: make("Llama", base), program, directory)
 
 
-@pytest.mark.parametrize("use", RIGHT, ids=name_of)
+@pytest.mark.parametrize("use", RIGHT)
 def test_a_use_has_the_right_values(use: Use, tmp_path: Path) -> None:
     check(use, "fp32", tmp_path)
 
@@ -431,6 +427,8 @@ MAY_BE_REFUSED: dict[str, Use] = {
     **OF_ALL,
 }
 OF_QUANTIZED = ("copied", "copied alone", "averaged", "pickled", "pickled alone", "shared")
+CASES: list[Any] = [("fp32", name) for name in MAY_BE_REFUSED]
+CASES += [pytest.param("nf4", name, marks=full) for name in OF_QUANTIZED]
 
 
 def assert_named(error: Exception) -> None:
@@ -439,13 +437,7 @@ def assert_named(error: Exception) -> None:
     assert "close" in str(error).lower(), error
 
 
-@pytest.mark.parametrize(
-    ("base", "name"),
-    [
-        *(("fp32", name) for name in MAY_BE_REFUSED),
-        *(pytest.param("nf4", name, marks=full) for name in OF_QUANTIZED),
-    ],
-)
+@pytest.mark.parametrize(("base", "name"), CASES)
 def test_a_use_has_the_right_values_or_an_error_that_names_the_weight(
     base: str, name: str, tmp_path: Path
 ) -> None:
