@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from tba_offload.layers.find import Layer
+    from tba_offload.layers.find import Layer, Switch
 
 Tracer = Any
 """The compiler's hook into the Python interpreter; ``None`` if nothing is compiled."""
@@ -55,6 +55,8 @@ class Site:
         runs: Number of forwards of the layer in this step.
         waiting: Number of forwards of the layer in this step whose backward has not started.
         tracer: The tracer in the last call of the layer.
+        switch: The switch that enables the framework's own checkpointing of this layer; ``None`` without
+            such a switch.
         checkpoint: The framework's own checkpoint function for this layer; ``None`` if the framework does not
             recompute the layer.
     """
@@ -66,6 +68,7 @@ class Site:
         self.runs = self.waiting = 0
         self.tracer: Tracer = None
         self.checkpoint: Callable[..., object] | None = None
+        self.switch: Switch | None = None
 
     def install(self, run: Run) -> None:
         """Replace the layer's forward by ``run``.
@@ -123,6 +126,8 @@ class Site:
 
     def forward(self, /, *args: object, **kwargs: object) -> object:
         """Run the layer's own forward with the tracer of the layer's last call."""
+        if self.switch is not None:  # the program may have switched checkpointing on again
+            self.switch.set_aside()
         if self.tracer is None:
             return self.own(*args, **kwargs)
         before = switch_tracer(self.tracer)

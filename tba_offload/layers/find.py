@@ -41,6 +41,12 @@ class Switch(NamedTuple):
     layers: AbstractSet[nn.Module]
     checkpoint: Callable[..., Any]
 
+    def set_aside(self) -> None:
+        """Replace the value of the switch by a :class:`SetAside`, even if it was set again."""
+        value = getattr(self.owner, self.attribute, None)
+        if value is not None and type(value) is not SetAside:
+            setattr(self.owner, self.attribute, SetAside(value))
+
 
 class SetAside:
     """Placeholder for the value of a :class:`Switch`, while a session recomputes layers itself.

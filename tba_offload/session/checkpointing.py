@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tba_offload.layers.find import SetAside, Switch, value_of_switch
+from tba_offload.layers.find import Switch, value_of_switch
 from tba_offload.placements import Placement
 from tba_offload.torch_private import is_checkpoint_wrapper
 
@@ -37,7 +37,7 @@ class Checkpointing:
     def __init__(self, stack: LayerStack, sites: Sequence[Site], *, may_plan: bool) -> None:
         self._stack, self._sites, self._may_plan = stack, sites, may_plan
         self.taken = stack.checkpointed
-        self._set_aside: dict[tuple[int, str], tuple[Switch, SetAside]] = {}
+        self._set_aside: dict[tuple[int, str], Switch] = {}
 
     def take_over(self) -> Counter[str]:
         """Replace the checkpoint functions of all switches that are on.
@@ -45,29 +45,26 @@ class Checkpointing:
         Returns:
             For each switch name, the number of layers whose checkpoint function this call has replaced.
         """
-        found = Counter[str]()
-        switched: dict[nn.Module, Switch] = {}
+        found, switched = Counter[str](), dict["nn.Module", Switch]()
         for switch in (*self._switches(), *self._stack.switches()):
-            value = getattr(switch.owner, switch.attribute)
-            if type(value) is not SetAside:
-                value = SetAside(value)
-                self._set_aside[id(switch.owner), switch.attribute] = switch, value
-                setattr(switch.owner, switch.attribute, value)
+            self._set_aside[id(switch.owner), switch.attribute] = switch
+            switch.set_aside()
             switched |= dict.fromkeys(switch.layers, switch)
         for site in self._sites:
             on = switched.get(site.layer.module)
             if on is not None and site.checkpoint is None:
                 found[on.name] += 1
-            site.checkpoint = None if on is None else on.checkpoint
+            site.switch, site.checkpoint = on, None if on is None else on.checkpoint
         self.taken = self._stack.checkpointed | {each.layer.id for each in self._sites if each.checkpoint}
         return found
 
     def close(self) -> None:
-        """Restore each checkpoint function, unless the program has replaced the function again."""
-        for switch, aside in self._set_aside.values():
-            if getattr(switch.owner, switch.attribute, None) is aside:
-                setattr(switch.owner, switch.attribute, aside.value)
+        """Restore the functions that the program has set last."""
+        for switch in self._set_aside.values():
+            setattr(switch.owner, switch.attribute, value_of_switch(switch.owner, switch.attribute))
         self._set_aside.clear()
+        for site in self._sites:
+            site.switch = None
 
     def placed(self, layer: LayerId, placement: Placement) -> Placement:
         """Return the placement with which a layer runs.
@@ -93,7 +90,8 @@ class Checkpointing:
                 elif not vars(part).get(name):
                     continue
                 function = value_of_switch(part, attribute)
-                if function is not None and not _is_selective(function):
+                # A function with a context_fn saves more than the inputs of the layer.
+                if function is not None and "context_fn" not in getattr(function, "keywords", {}):
                     yield Switch(name, part, attribute, {layer.module}, function)
 
 
@@ -102,8 +100,3 @@ def _wrapped(module: nn.Module) -> Iterator[nn.Module]:
     for name, child in module.named_children():
         if name in {"_fsdp_wrapped_module", "_orig_mod"} or is_checkpoint_wrapper(module):
             yield from _wrapped(child)
-
-
-def _is_selective(function: Any) -> bool:
-    """Return True if a checkpoint function saves more than the inputs of the layer."""
-    return "context_fn" in getattr(function, "keywords", {})

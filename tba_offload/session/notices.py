@@ -29,8 +29,8 @@ _MESSAGES = {
     "backward outside": "the step ended before backward. Gradients are correct, but "
     "the step's record excludes this backward. Put forward and backward into one `with session.step():`",
     "cache": "the model fills a key-value cache during training, which takes memory. Set use_cache=False",
-    "left alone": "{} runs inside saved-tensor hooks of the program (checkpoint), torch.func or backward. "
-    "Its placement has no effect. Use recompute-offload instead of a checkpoint, or pass use_reentrant=False",
+    "left alone": "{} runs inside saved-tensor hooks of the program, torch.func, or inside a backward pass. "
+    "Its placement has no effect. Instead of a checkpoint, use recompute-offload or pass use_reentrant=False",
     "all frozen": "the model runs with gradients enabled, but none of its parameters requires gradients, so "
     "its layers save no activations. Set requires_grad=True for the parameters to train",
     "no layer": "the model was trained, but no activation is offloaded or recomputed: {}. Close the session, "

@@ -477,8 +477,7 @@ class Session:
         return Plan(tuple(map(self.checkpointing.placed, ids, placed.values())), window=window)
 
     def _take_over(self) -> bool:
-        before = self.checkpointing.taken
-        found = self.checkpointing.take_over()
+        before, found = self.checkpointing.taken, self.checkpointing.take_over()
         if found and rank_of_process()[0] == 0:
             what = f"{found.total()} of {len(self.layers)} layers ({', '.join(found)})"
             placed = zip(self.sites, self._plan_of_policy().placements, strict=True)
