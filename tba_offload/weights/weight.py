@@ -36,18 +36,24 @@ Run: TypeAlias = "dict[FrozenWeight, set[int]]"
 class Loans:
     """The frozen weights that the program uses outside of their layers.
 
+    Args:
+        tell: Function that reports a message.
+
     Attributes:
         lock: The lock that guards all frozen weights of a session.
         lent: Weights that are in memory because the program or autograd may still use them.
         pointed: Tensors that keep the memory of weights whose ``data_ptr()`` the program has called.
-        tell: Function that reports a message.
-        has_told: Whether the first use of a weight outside of its layer has been reported.
     """
 
     def __init__(self, tell: Callable[[str], object]) -> None:
-        self.lock, self.tell, self.has_told = threading.RLock(), tell, False
-        self.lent: set[FrozenWeight] = set()
-        self.pointed: list[torch.Tensor] = []
+        self.lock, self._tell, self._told = threading.RLock(), tell, set[str]()
+        self.lent, self.pointed = set[FrozenWeight](), list[torch.Tensor]()
+
+    def tell(self, name: str, said: str) -> None:
+        """Report a message about the weight ``name``, unless ``said`` was reported for another weight."""
+        if said not in self._told:
+            self._told.add(said)
+            self._tell(f"the frozen weight {name} {said}")
 
     def reclaim(self) -> None:
         """Write changed values of weights that no tensor uses any more, then free the memory."""
@@ -84,13 +90,12 @@ class FrozenWeight:
         self.expert, self.slices, self.loans = found.expert, range(found.slices), loans
         self.parts = [Part(group, found, homes, count) for group in found.groups]
         self.nbytes = sum(part.nbytes for part in self.parts)
-        self.used: set[int] = set()
+        self.used, self._views = set[int](), list[Any]()
         self.is_open, self._readers = False, 0
         self._ran: deque[bool] = deque(maxlen=_PASSES)
         self._tensors = [(tensor, type(tensor)) for tensor in found.tensors]
         # swap_tensors() would move the guard to another tensor, but refuses tensors with weak references.
         self._pins = list(map(weakref.ref, found.tensors))
-        self._views: list[Any] = []
 
     def __deepcopy__(self, _: object) -> FrozenWeight:
         return self  # in a layer, a copy of a tensor has the attributes of the tensor
@@ -239,9 +244,7 @@ class FrozenWeight:
                 for part in self.parts:
                     part.lend()
                 self._set_classes()
-                if not loans.has_told:
-                    loans.has_told = True
-                    loans.tell(f"the frozen weight {self.name} {_IS_READ}")
+                loans.tell(self.name, _IS_READ)
             yield False
         finally:
             with loans.lock, without_subclasses():
@@ -279,7 +282,7 @@ class FrozenWeight:
         """
         self.come_back()
         self.parts, self._tensors = [], []
-        self.loans.tell(f"the frozen weight {self.name} stays in memory from now on: it {said}")
+        self.loans.tell(self.name, f"stays in memory from now on: it {said}. Further weights are not named")
 
     def check(self, func: Any, args: Any, kwargs: Any) -> None:
         """Check that a function can run on the weight. If the function trains the weight, end its offloading.
