@@ -288,8 +288,7 @@ class FrozenWeights:
 
     def _backward_came(self, number: int, run: Run) -> None:
         with self._loans.lock:
-            this = torch_private.current_backward()
-            found = self._passes.get(this)
+            found = self._passes.get(this := torch_private.current_backward())
             if found is None:
                 self._passes[this] = found = _Pass(self)
                 torch_private.call_after_backward(found)

@@ -193,8 +193,9 @@ class Part:
     @property
     def stays(self) -> str:
         """The reason why the bytes cannot be freed or written; '' if there is no reason."""
+        said = self.unlike(self.tensors[0]) if self.lent is not None else ""
         # An array of NumPy forbids a resize.
-        return self.unlike(self.tensors[0]) if self._storage.resizable() else "shares memory with other code"
+        return said if self._storage.resizable() else "shares memory with other code"
 
     def unlike(self, data: torch.Tensor) -> str:
         """Return an error text if shape, data type or device of ``data`` differ from the weight, else ''."""
