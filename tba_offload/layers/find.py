@@ -42,7 +42,7 @@ class Switch(NamedTuple):
     checkpoint: Callable[..., Any]
 
     def set_aside(self) -> None:
-        """Replace the value of the switch by a :class:`SetAside`, even if it was set again."""
+        """Replace the value of the switch by a :class:`SetAside`, also if the program has set it again."""
         value = getattr(self.owner, self.attribute, None)
         if value is not None and type(value) is not SetAside:
             setattr(self.owner, self.attribute, SetAside(value))

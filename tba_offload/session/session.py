@@ -116,8 +116,8 @@ class Session:
         optimizers: The optimizers whose states are offloaded too.
         masters: Maps each master copy among the parameters of ``optimizers`` to its model parameter. See
             :func:`tba_offload.offload_optimizer`.
-        updated_by: Optimizers that update the model. Without ``steps_by_hand``, the session finds the
-            optimizers by itself.
+        updated_by: Optimizers that update the model. If ``steps_by_hand`` is False, the session finds
+            these optimizers, and ``updated_by`` may be empty.
         on_step: Functions to call with the record of each step.
         trace_steps: Numbers of the steps, from 1, for which a timeline is recorded.
 

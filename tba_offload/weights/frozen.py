@@ -359,7 +359,7 @@ class _Hook:
     """A module hook that cannot be copied, because a copy of the model must not use the same weights."""
 
     def __init__(self, call: Callable[..., object], *given: object) -> None:
-        # The class is no subclass of partial, because the compiler does not run ``__call__`` of such a class.
+        # The compiler does not run ``__call__`` of a subclass of partial, so the partial is an attribute.
         self.call = partial(call, *given)
 
     def __call__(self, *given: Any) -> Any:

@@ -664,7 +664,7 @@ def test_every_saved_byte_is_compared_within_eight_steps_afterwards() -> None:
 
 @pytest.mark.parametrize("count", [2**12, 2**16, 2**22])
 def test_round_numbers_in_64_bits_count(count: int) -> None:
-    """With so many values, all 64 bits of their sum are zero."""
+    """The sum of the bit patterns of ``count`` equal round numbers is zero in 64 bits."""
     zeros = torch.zeros(count, dtype=torch.float64)
     ones = torch.ones_like(zeros)
     assert digest(zeros[1:]) != digest(ones[1:])
